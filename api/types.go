@@ -1,0 +1,171 @@
+package api
+
+import (
+	"time"
+
+	"github.com/kiln-registry/kiln-registry/identity"
+)
+
+// Kind says what an artifact is. It is the value of the manifest annotation dev.kiln.kind.
+type Kind string
+
+// The kinds of artifacts.
+const (
+	KindBase       Kind = "base"
+	KindAdapter    Kind = "adapter"
+	KindCheckpoint Kind = "checkpoint"
+	KindEval       Kind = "eval"
+	KindReceipt    Kind = "receipt"
+	KindStatement  Kind = "statement"
+)
+
+// ContentState says how far the aggregate of an artifact's own shards is known.
+type ContentState string
+
+// The content states.
+const (
+	ContentDirect     ContentState = "direct"     // from raw layers whose digest is the shard's digest
+	ContentDerived    ContentState = "derived"    // from the members of tar layers, hashed by the registry
+	ContentPending    ContentState = "pending"    // tar layers not yet read
+	ContentIncomplete ContentState = "incomplete" // the shard index names files that the artifact lacks
+	ContentNone       ContentState = "none"       // no safetensors shards
+)
+
+// Evidence says what the link from an artifact to its base rests on. No word claims more than was checked.
+type Evidence string
+
+// The kinds of evidence, strongest first.
+const (
+	EvidenceSigned        Evidence = "signed"         // reserved
+	EvidenceDocument      Evidence = "document"       // a valid full shard manifest inside the artifact
+	EvidenceAsserted      Evidence = "asserted"       // subject, annotation, --base or a bind statement
+	EvidenceAggregateOnly Evidence = "aggregate-only" // a bare aggregate string in a document
+	EvidenceNone          Evidence = "none"
+)
+
+// Names of media types, artifact types and annotations. Source: the artifact mapping of this project, which follows the
+// CNCF model-spec where that has a type.
+const (
+	ArtifactTypeBase       = "application/vnd.cncf.model.manifest.v1+json"
+	ArtifactTypeAdapter    = "application/vnd.kiln.adapter.v1+json"
+	ArtifactTypeCheckpoint = "application/vnd.kiln.checkpoint.v1+json"
+	ArtifactTypeEval       = "application/vnd.kiln.eval-result.v1+json"
+	ArtifactTypeReceipt    = "application/vnd.kiln.train-receipt.v1+json"
+	ArtifactTypeStatement  = "application/vnd.kiln.statement.v1+json"
+
+	MediaTypeModelConfig  = "application/vnd.cncf.model.config.v1+json"
+	MediaTypeWeight       = "application/vnd.cncf.model.weight.v1.raw"
+	MediaTypeWeightConfig = "application/vnd.cncf.model.weight.config.v1.raw"
+	MediaTypeCode         = "application/vnd.cncf.model.code.v1.raw"
+	MediaTypeDoc          = "application/vnd.cncf.model.doc.v1.raw"
+
+	AnnotationFilepath    = "org.cncf.model.filepath"
+	AnnotationKind        = "dev.kiln.kind"
+	AnnotationAggregate   = "dev.kiln.base-model-content.v1"
+	AnnotationCNAIPath    = "org.cnai.model.filepath"
+	AnnotationOrasUnpack  = "io.deis.oras.content.unpack"
+	HeaderExpectDigest    = "Kiln-Expect-Digest" // on POST of an upload: the digest that the closing PUT will name
+	HeaderExpectSize      = "Kiln-Expect-Size"   // on POST of an upload: its size in bytes
+	HeaderContentDigest   = "Docker-Content-Digest"
+	HeaderUploadUUID      = "Docker-Upload-UUID"
+	HeaderSubject         = "OCI-Subject"
+	HeaderFiltersApplied  = "OCI-Filters-Applied"
+	MaxManifestBytes      = 4 << 20 // largest manifest that is taken or read
+	MaxIndexDocumentBytes = 64 << 20
+)
+
+// BaseList is the answer of GET /v1/bases: base models whose bytes the caller may pull, in order of aggregate.
+type BaseList struct {
+	Bases []identity.Summary `json:"bases"`
+	Next  string             `json:"next,omitempty"` // pass as after= for the next page; empty: no more
+}
+
+// Base is the answer of GET /v1/bases/{aggregate}.
+type Base struct {
+	Identity   identity.Summary `json:"base_weight_identity"`
+	Packagings []Packaging      `json:"packagings"` // newest first
+}
+
+// Packaging is one way in which the bytes of a base are dressed: names of shards, and the files beside them.
+// Two manifests of one packaging hold the same files under the same names.
+type Packaging struct {
+	ID        identity.Digest `json:"id"` // over the names and digests of the files that are not weights
+	Manifests []Held          `json:"manifests"`
+}
+
+// Held is one manifest in one repository.
+type Held struct {
+	Repository string          `json:"repository"`
+	Digest     identity.Digest `json:"digest"`
+	MediaType  string          `json:"media_type"`
+	Tags       []string        `json:"tags"`
+	Created    time.Time       `json:"created"`
+}
+
+// Binding says to which base an artifact belongs, and on what that rests.
+type Binding struct {
+	Aggregate identity.Aggregate `json:"aggregate_sha256"`
+	Evidence  Evidence           `json:"evidence"`
+	Held      bool               `json:"held"` // this registry holds that base, and the caller may pull it
+}
+
+// Artifact is one artifact made from a base, or a base itself.
+type Artifact struct {
+	Held
+	Kind         Kind              `json:"kind"`
+	ArtifactType string            `json:"artifact_type"`
+	Annotations  map[string]string `json:"annotations,omitempty"`
+	Binding      Binding           `json:"binding"`
+}
+
+// ArtifactList is the answer of GET /v1/bases/{aggregate}/artifacts.
+type ArtifactList struct {
+	Artifacts []Artifact `json:"artifacts"`
+	Next      string     `json:"next,omitempty"`
+}
+
+// Side is one side of a comparison. Exactly one member is set.
+type Side struct {
+	Aggregate identity.Aggregate `json:"aggregate_sha256,omitzero"`
+	Manifest  *identity.Manifest `json:"base_weight_shard_manifest,omitempty"`
+	Reference string             `json:"reference,omitempty"` // repository:tag or repository@digest of this registry
+}
+
+// CompareRequest is the body of POST /v1/compare.
+type CompareRequest struct {
+	A Side `json:"a"`
+	B Side `json:"b"`
+}
+
+// Comparison is the answer of POST /v1/compare.
+type Comparison struct {
+	Same  bool             `json:"same"` // the same multiset of shard bytes
+	A     identity.Summary `json:"a"`
+	B     identity.Summary `json:"b"`
+	OnlyA []Shard          `json:"only_a,omitempty"` // shards whose bytes the other side lacks
+	OnlyB []Shard          `json:"only_b,omitempty"`
+}
+
+// Shard is a shard on the wire, as it stands in a shard manifest.
+type Shard struct {
+	Filename string          `json:"filename"`
+	Size     uint64          `json:"size_bytes"`
+	Digest   identity.Digest `json:"sha256"`
+}
+
+// Health is the answer of GET /health and /v1/health of the registry and of a resident model.
+type Health struct {
+	Status             string            `json:"status"` // ok, degraded, maintenance
+	Version            string            `json:"version"`
+	Role               string            `json:"role"` // registry or resident
+	Backend            string            `json:"backend,omitempty"`
+	Model              string            `json:"model,omitempty"`
+	BaseWeightIdentity *identity.Summary `json:"base_weight_identity"` // null: none is loaded
+	Checks             []Check           `json:"checks"`
+}
+
+// Check is one condition of health.
+type Check struct {
+	Name string `json:"name"`
+	Pass bool   `json:"pass"`
+}

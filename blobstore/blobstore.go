@@ -1,0 +1,130 @@
+// Package blobstore is the contract of the place where bytes live: blobs keyed by their SHA-256, uploads that survive
+// the process, and refs. The store is the truth of a registry; its index is a view of it.
+package blobstore
+
+import (
+	"context"
+	"errors"
+	"io"
+	"iter"
+	"time"
+
+	"github.com/kiln-registry/kiln-registry/identity"
+)
+
+var (
+	// ErrNotFound: the store holds no such blob.
+	ErrNotFound = errors.New("blob not found")
+	// ErrUploadUnknown: no upload of that id is open.
+	ErrUploadUnknown = errors.New("upload unknown")
+	// ErrUploadBusy: another call is appending to that upload, or is committing or aborting it.
+	ErrUploadBusy = errors.New("upload is in use by another request")
+	// ErrOffset: an Append did not start at the upload's size.
+	ErrOffset = errors.New("append does not start at the end of the upload")
+	// ErrDigestMismatch: the bytes received do not hash to the digest asked for. Nothing was kept.
+	ErrDigestMismatch = errors.New("digest mismatch")
+	// ErrSizeMismatch: more or fewer bytes were received than Create was told.
+	ErrSizeMismatch = errors.New("size mismatch")
+	// ErrNoSpace: the store is full. What was acknowledged before is kept.
+	ErrNoSpace = errors.New("no space left in the store")
+	// ErrDamaged: the store's own records do not read back as they were written.
+	ErrDamaged = errors.New("store is damaged")
+	// ErrNotStore: the place is not a store of this kind, or not yet made one.
+	ErrNotStore = errors.New("not a store")
+)
+
+// Info describes one stored blob.
+type Info struct {
+	Digest     identity.Digest
+	Size       int64     // bytes
+	Created    time.Time // when it was committed
+	Generation string    // names this copy: a blob deleted and uploaded again has another one
+}
+
+// Store keeps blobs. Any number of goroutines may use one at a time, and it retries what is transient. Every error
+// that is not one of this package's is the engine's own and not a statement about the content.
+type Store interface {
+	// Stat describes a blob, or returns ErrNotFound.
+	Stat(ctx context.Context, d identity.Digest) (Info, error)
+	// Open reads n bytes of a blob from off; n < 0 means to the end. The reader implements io.WriterTo in a way that
+	// lets an HTTP response use sendfile where the engine has a file. ErrNotFound.
+	Open(ctx context.Context, d identity.Digest, off, n int64) (io.ReadCloser, error)
+	// Create opens an upload. hint is the digest that Commit will ask for, or zero; size the number of bytes to come,
+	// or negative when not known. Both are promises of the client: Append refuses what goes past size.
+	Create(ctx context.Context, hint identity.Digest, size int64) (Upload, error)
+	// Resume opens an upload again by its id, also after the process that created it is gone: at the last byte that was
+	// received and synced, with the hash state that belongs to it. ErrUploadUnknown.
+	Resume(ctx context.Context, id string) (Upload, error)
+	// Delete removes the copy that i names. A later upload of the same digest is untouched. ErrNotFound.
+	Delete(ctx context.Context, i Info) error
+	// List yields all blobs with a digest greater than after, in ascending order; zero means from the start.
+	List(ctx context.Context, after identity.Digest) iter.Seq2[Info, error]
+}
+
+// Upload is one blob on its way in. At most one of Append, Commit and Abort runs at a time, over all processes: the
+// others get ErrUploadBusy at once. Size and ID may be called at any time.
+type Upload interface {
+	ID() string  // letters, digits and '-' only; unguessable
+	Size() int64 // bytes received
+	// Append reads r to its end and hashes and stores what it gets at off, which must equal Size (ErrOffset). It returns
+	// the number of bytes it kept, which stay also when r fails in the middle. On a nil error they are synced, and the
+	// saved hash state covers them. ErrSizeMismatch, ErrNoSpace.
+	Append(ctx context.Context, off int64, r io.Reader) (int64, error)
+	// Commit makes the upload the blob want. It is durable and visible on return and the upload is gone. If the store
+	// already holds want, the copy that is there stays. ErrDigestMismatch and ErrSizeMismatch keep nothing.
+	Commit(ctx context.Context, want identity.Digest) (Info, error)
+	// Abort drops the upload and its bytes. It is no error if the upload is gone already.
+	Abort(ctx context.Context) error
+}
+
+// Uploads lists open uploads, so that abandoned ones can be purged.
+type Uploads interface {
+	// Uploads yields every open upload, in no order.
+	Uploads(ctx context.Context) iter.Seq2[UploadInfo, error]
+}
+
+// UploadInfo describes an open upload.
+type UploadInfo struct {
+	ID      string
+	Size    int64     // bytes received
+	Touched time.Time // last time a byte was stored
+}
+
+// Ref is one acknowledged change of a repository: a name (a tag, or a manifest digest in text form) that now points
+// to a manifest, or no longer does. Refs, with the blobs, are all that is needed to rebuild an index.
+type Ref struct {
+	Repo      string
+	Name      string          // a tag, or the text form of Digest
+	Seq       uint64          // issued by the index, ascending within the repository: the higher one is the later one
+	Deleted   bool            // a tombstone: Name is gone
+	Digest    identity.Digest // the manifest; for a tombstone what Name pointed to, if known
+	MediaType string
+	Manifest  []byte    // the manifest's exact bytes; empty for tombstones and where a tag names a manifest put before
+	Time      time.Time // when the registry accepted it
+}
+
+// Position is a place in the order in which a store keeps its refs. The zero Position is before the first. Positions
+// are only comparable within one store.
+type Position uint64
+
+// Refs keeps refs. Any number of goroutines may use one at a time.
+type Refs interface {
+	// Put keeps refs, all or none, and returns the position after them. They are durable on return; concurrent calls
+	// share one sync. ErrNoSpace.
+	Put(ctx context.Context, refs ...Ref) (Position, error)
+	// Since yields the refs after a position, each with the position after it, in the order in which they were kept.
+	// Groups that one Put kept together are yielded completely or, after a crash, not at all. ErrDamaged.
+	Since(ctx context.Context, after Position) iter.Seq2[PlacedRef, error]
+}
+
+// PlacedRef is a ref with the position after it.
+type PlacedRef struct {
+	Ref
+	After Position
+}
+
+// Linker is implemented by stores whose blobs a client may fetch directly.
+type Linker interface {
+	// Link returns a URL that serves the blob for ttl to whoever has it. ErrNotFound.
+	Link(ctx context.Context, d identity.Digest, ttl time.Duration) (url string, err error)
+}

@@ -1,0 +1,137 @@
+package kiln
+
+import (
+	"encoding/json"
+	"errors"
+	"io"
+	"os/exec"
+	"slices"
+	"strings"
+	"testing"
+)
+
+const module = "github.com/kiln-registry/kiln-registry"
+
+// imports is the import table of the design: what each package may import of ours, and which other modules. Tests are
+// free. A new package starts with a row here and a reason in doc/decisions.
+var imports = map[string]string{
+	"identity":             "internal/strictjson; github.com/minio/sha256-simd",
+	"identity/safetensors": "identity internal/strictjson",
+	"internal/strictjson":  "",
+	"internal/durable":     "; golang.org/x/sys",
+	"api":                  "identity; github.com/opencontainers/image-spec github.com/opencontainers/go-digest",
+	"api/client":           "api identity; oras.land/oras-go/v2",
+	"blobstore":            "identity",
+	"blobstore/fsstore":    "blobstore identity internal/durable; golang.org/x/sys",
+	"blobstore/memstore":   "blobstore identity",
+	"blobstore/storetest":  "blobstore identity",
+	"index":                "api identity",
+	"index/boltkv":         "index; go.etcd.io/bbolt",
+	"index/memkv":          "index",
+	"index/kvtest":         "index",
+	"registry/access":      "api identity; go.yaml.in/yaml/v3",
+	"registry":             "api blobstore identity identity/safetensors index internal/durable internal/strictjson registry/access; github.com/gorilla/mux github.com/opencontainers/image-spec github.com/opencontainers/go-digest",
+	"transfer":             "api api/client identity identity/safetensors internal/durable; golang.org/x/sync golang.org/x/sys github.com/opencontainers/image-spec github.com/opencontainers/go-digest",
+	"gpuload":              "identity identity/safetensors api; golang.org/x/sync golang.org/x/sys",
+	"gpuload/hostmem":      "gpuload identity; golang.org/x/sys",
+	"gpuload/devicetest":   "gpuload identity identity/safetensors",
+	"gpuload/resident":     "api api/client gpuload identity identity/safetensors internal/durable registry/access transfer; golang.org/x/sync golang.org/x/sys",
+}
+
+// anyOurs are the prefixes whose packages may import whatever of ours they wire together; the value lists the modules.
+var anyOurs = map[string]string{
+	"cmd/":           "github.com/spf13/cobra github.com/vbauerster/mpb/v8 go.yaml.in/yaml/v3 golang.org/x/term golang.org/x/sys",
+	"internal/bench": "golang.org/x/sys",
+}
+
+type pkg struct {
+	ImportPath string
+	Standard   bool
+	Imports    []string
+}
+
+func list(t *testing.T, args ...string) (pkgs []pkg) {
+	t.Helper()
+	cmd := exec.Command("go", append([]string{"list", "-json=ImportPath,Standard,Imports"}, args...)...)
+	out, err := cmd.Output()
+	if err != nil {
+		var x *exec.ExitError
+		if errors.As(err, &x) {
+			t.Fatalf("go list %v: %v\n%s", args, err, x.Stderr)
+		}
+		t.Fatal(err)
+	}
+	for dec := json.NewDecoder(strings.NewReader(string(out))); ; {
+		var p pkg
+		if err := dec.Decode(&p); err == io.EOF {
+			return pkgs
+		} else if err != nil {
+			t.Fatal(err)
+		}
+		pkgs = append(pkgs, p)
+	}
+}
+
+func TestImportTable(t *testing.T) {
+	pkgs := list(t, "./...")
+	if len(pkgs) < 5 {
+		t.Fatalf("go list found only %d packages", len(pkgs))
+	}
+	for _, p := range pkgs {
+		name := strings.TrimPrefix(strings.TrimPrefix(p.ImportPath, module), "/")
+		if name == "" || strings.HasPrefix(name, "internal/test") {
+			continue
+		}
+		row, ok := imports[name]
+		any := false
+		for prefix, modules := range anyOurs {
+			if strings.HasPrefix(name, prefix) {
+				row, ok, any = "; "+modules, true, true
+			}
+		}
+		if !ok {
+			t.Errorf("%s has no row in the import table", name)
+			continue
+		}
+		ours, modules, _ := strings.Cut(row, ";")
+		for _, imp := range p.Imports {
+			switch rel, isOurs := strings.CutPrefix(imp, module+"/"); {
+			case isOurs && !any && !slices.Contains(strings.Fields(ours), rel):
+				t.Errorf("%s imports %s, which its row does not allow", name, rel)
+			case !isOurs && strings.Contains(strings.Split(imp, "/")[0], ".") && !within(imp, strings.Fields(modules)):
+				t.Errorf("%s imports %s, which its row does not allow", name, imp)
+			}
+		}
+	}
+}
+
+func within(imp string, modules []string) bool {
+	return slices.ContainsFunc(modules, func(m string) bool { return imp == m || strings.HasPrefix(imp, m+"/") })
+}
+
+// TestPure keeps the identity packages free of files, network and clock.
+func TestPure(t *testing.T) {
+	for _, p := range list(t, "./identity/...") {
+		for _, bad := range []string{"os", "net", "net/http", "time", "os/exec", "syscall"} {
+			if slices.Contains(p.Imports, bad) {
+				t.Errorf("%s imports %s", p.ImportPath, bad)
+			}
+		}
+	}
+}
+
+// TestLinked checks what must never be linked into a binary.
+func TestLinked(t *testing.T) {
+	never := map[string][]string{
+		"./cmd/kiln-registry": {"github.com/ebitengine/purego"},
+		"./cmd/kiln-pull":     {"go.etcd.io/bbolt", "github.com/minio/minio-go/v7", "github.com/jackc/pgx/v5", "github.com/gorilla/mux"},
+		"./cmd/kiln-push":     {"go.etcd.io/bbolt", "github.com/minio/minio-go/v7", "github.com/jackc/pgx/v5", "github.com/gorilla/mux"},
+	}
+	for cmd, bad := range never {
+		for _, p := range list(t, "-deps", cmd) {
+			if within(p.ImportPath, bad) {
+				t.Errorf("%s links %s", cmd, p.ImportPath)
+			}
+		}
+	}
+}

@@ -1,0 +1,77 @@
+package identity
+
+import (
+	"cmp"
+	"encoding/binary"
+	"slices"
+)
+
+// Values of the fixed members of a base-weight shard manifest.
+const (
+	ManifestType       = "kiln.base-weight-shards.v1"
+	AggregateAlgorithm = "kiln.base-model-content.v1"
+	SchemaVersion      = 1
+	MaxShards          = 4096 // Kiln's limit on the shards of one base
+	MaxFilename        = 255  // bytes
+)
+
+// Shard is one safetensors file of a base model.
+type Shard struct {
+	Filename string // one portable path component, ends with .safetensors
+	Size     uint64 // bytes, never 0
+	Digest   Digest // SHA-256 of the whole file
+}
+
+// Manifest is a base-weight shard manifest (kiln.base-weight-shards.v1): the shards of one base model in ascending
+// order of file name, their total size and their aggregate. The zero Manifest is not valid.
+type Manifest struct {
+	Aggregate Aggregate
+	TotalSize uint64 // bytes
+	Shards    []Shard
+}
+
+// Summary is the bounded form of a manifest which every routine view shows: it does not grow with the shard count.
+type Summary struct {
+	ManifestType       string    `json:"manifest_type"`
+	AggregateAlgorithm string    `json:"aggregate_algorithm"`
+	Aggregate          Aggregate `json:"aggregate_sha256"`
+	ShardCount         int       `json:"shard_count"`
+	TotalSize          uint64    `json:"total_size_bytes"`
+}
+
+// New sorts shards by file name, totals and sums them, and returns the manifest if it is valid. It does not keep
+// or change the slice.
+func New(shards []Shard) (Manifest, error) {
+	m := Manifest{Shards: slices.Clone(shards)}
+	slices.SortFunc(m.Shards, func(a, b Shard) int { return cmp.Compare(a.Filename, b.Filename) })
+	for _, s := range m.Shards {
+		m.TotalSize += s.Size
+	}
+	m.Aggregate = aggregate(m.Shards)
+	return m, m.Validate()
+}
+
+// Summary returns the bounded form of m.
+func (m Manifest) Summary() Summary {
+	return Summary{ManifestType, AggregateAlgorithm, m.Aggregate, len(m.Shards), m.TotalSize}
+}
+
+// SameContent says whether m and o are the same multiset of shard bytes, whatever the files are called.
+func (m Manifest) SameContent(o Manifest) bool { return m.Aggregate == o.Aggregate }
+
+// aggregate hashes the domain and a NUL, the count, and for each record its size and digest, integers as 8
+// little-endian bytes, records in the order of digest and then of numeric size.
+func aggregate(shards []Shard) Aggregate {
+	rec := slices.Clone(shards)
+	slices.SortFunc(rec, func(a, b Shard) int {
+		return cmp.Or(a.Digest.Compare(b.Digest), cmp.Compare(a.Size, b.Size))
+	})
+	buf := make([]byte, 0, len(AggregateAlgorithm)+1+8+40*len(rec))
+	buf = append(append(buf, AggregateAlgorithm...), 0)
+	buf = binary.LittleEndian.AppendUint64(buf, uint64(len(rec)))
+	for _, s := range rec {
+		buf = binary.LittleEndian.AppendUint64(buf, s.Size)
+		buf = append(buf, s.Digest[:]...)
+	}
+	return Aggregate(Sum(buf))
+}

@@ -1,0 +1,154 @@
+// Package index answers what a registry holds: which manifest a name points to, which manifests of a repository refer
+// to a subject, and what was made from the base model of a given aggregate. It is a view: everything in it can be
+// rebuilt from the refs and manifests of a blob store.
+package index
+
+import (
+	"context"
+	"errors"
+	"iter"
+	"time"
+
+	"github.com/kiln-registry/kiln-registry/api"
+	"github.com/kiln-registry/kiln-registry/identity"
+)
+
+var (
+	// ErrNotFound: the index has no such record.
+	ErrNotFound = errors.New("not in the index")
+	// ErrReferred: a manifest of the repository refers to the blob.
+	ErrReferred = errors.New("a manifest refers to it")
+	// ErrInUse: the engine's file is held by another process.
+	ErrInUse = errors.New("index is in use by another process")
+	// ErrDamaged: the index does not read back as it was written; rebuild it from the store.
+	ErrDamaged = errors.New("index is damaged")
+)
+
+// Record is one manifest of one repository, as the registry understood it when it was put.
+type Record struct {
+	Repo         string
+	Digest       identity.Digest // of the manifest
+	MediaType    string
+	Size         int64 // bytes of the manifest
+	ArtifactType string
+	Annotations  map[string]string // of the manifest
+	Kind         api.Kind          // empty: not an artifact that this project knows
+	State        api.ContentState  // how the aggregate was derived
+	Aggregate    identity.Aggregate
+	Evidence     api.Evidence
+	ShardCount   int
+	TotalSize    uint64          // bytes of the shards
+	Packaging    identity.Digest // over the names and digests of the non-weight files; equal means the same packaging
+	Subject      identity.Digest
+	Seq          uint64    // of the put, per repository
+	Created      time.Time // when the registry accepted it
+}
+
+// Op is one change. Exactly the ops of this package implement it.
+type Op interface{ op() }
+
+// PutManifest records a manifest in a repository, and the blobs and manifests it refers to. It is skipped when the
+// index knows a later change (Seq) of the same digest in that repository.
+type PutManifest struct {
+	Record
+	Manifest []byte            // exact bytes
+	Refers   []identity.Digest // blobs and child manifests
+	Shards   identity.Manifest // the base's shard manifest; zero when the artifact is no base
+}
+
+// DeleteManifest drops a manifest from a repository, with the tags that point to it.
+type DeleteManifest struct {
+	Repo   string
+	Digest identity.Digest
+	Seq    uint64
+}
+
+// PutTag points a tag to a manifest. It is skipped when the index knows a later change (Seq) of the tag.
+type PutTag struct {
+	Repo, Tag string
+	Digest    identity.Digest
+	Seq       uint64
+}
+
+// DeleteTag drops a tag.
+type DeleteTag struct {
+	Repo, Tag string
+	Seq       uint64
+}
+
+// LinkBlob makes a blob visible in a repository until the given time, or for as long as a manifest of the repository
+// refers to it. It is how an uploaded or mounted blob is known before its manifest comes. Size is in bytes.
+type LinkBlob struct {
+	Repo   string
+	Digest identity.Digest
+	Size   int64
+	Until  time.Time
+}
+
+// UnlinkBlob takes a blob out of a repository. Apply returns ErrReferred while a manifest of the repository refers to it.
+type UnlinkBlob struct {
+	Repo   string
+	Digest identity.Digest
+}
+
+// PutUpload remembers whose upload an id is and when it expires.
+type PutUpload struct{ Upload }
+
+// DeleteUpload forgets an upload.
+type DeleteUpload struct{ ID string }
+
+// Checkpoint says that every ref up to a position of the store is in the index. It never moves backwards.
+type Checkpoint struct{ Position uint64 }
+
+func (PutManifest) op()    {}
+func (DeleteManifest) op() {}
+func (PutTag) op()         {}
+func (DeleteTag) op()      {}
+func (LinkBlob) op()       {}
+func (UnlinkBlob) op()     {}
+func (PutUpload) op()      {}
+func (DeleteUpload) op()   {}
+func (Checkpoint) op()     {}
+
+// Upload is an open upload: the store keeps its bytes, the index whose it is.
+type Upload struct {
+	ID      string
+	Repo    string
+	Caller  string
+	Digest  identity.Digest // announced; zero when not known
+	Size    int64           // announced, bytes; negative when not known
+	Expires time.Time
+}
+
+// Query selects records and decides the key order that is walked: by Aggregate if that is set, else by Repo and Subject
+// if Subject is set, else by Repo. Records come repository after repository in byte order, and newest first within one.
+type Query struct {
+	Aggregate    identity.Aggregate
+	Kind         api.Kind               // only with Aggregate; empty: every kind, in byte order of the kind
+	Repo         string                 // this repository only; needed unless Aggregate is set
+	Subject      identity.Digest        // only with Repo
+	ArtifactType string                 // only with Subject; empty: every type
+	See          func(repo string) bool // which repositories the caller may pull from; nil: all. A repository that it refuses costs one seek.
+	After        string                 // Cursor of the last record seen; empty: from the start
+}
+
+// KV is an ordered key-value engine. Keys are compared as bytes.
+type KV interface {
+	// View runs fn on one consistent state. It is closed before View returns: fn must not do network or disk work of its own.
+	View(ctx context.Context, fn func(Txn) error) error
+	// Update runs fn and makes its writes durable, all or none, as if updates ran one after another. fn may be run more
+	// than once, also after it failed together with others, so it must have no effect outside the transaction. Concurrent
+	// updates share one sync.
+	Update(ctx context.Context, fn func(Txn) error) error
+	Close() error
+}
+
+// Txn is one transaction of a KV. It is used by one goroutine, and what it returns is only valid until it ends.
+type Txn interface {
+	Get(key []byte) ([]byte, error) // nil: no such key
+	Put(key, value []byte) error    // only in Update
+	Delete(key []byte) error        // only in Update; no error if there is no such key
+	// Range yields the pairs with from <= key < to in ascending order; a nil to means to the end. The range must not be
+	// changed while it is walked.
+	Range(from, to []byte) iter.Seq2[[]byte, []byte]
+}
