@@ -1,0 +1,52 @@
+# Every target works on a clean checkout: what it needs is built into .bin/ and .tools/ first, from pinned versions.
+# Logic lives in scripts/.
+export PATH := $(CURDIR)/.bin:$(CURDIR)/.tools/bin:$(PATH)
+export FUZZTIME ?= 20s
+export BENCH KEEP
+
+BINARIES := .bin/kiln-registry .bin/kiln-push .bin/kiln-pull
+PINS     := internal/tools/go.mod internal/tools/go.sum
+
+.PHONY: all build demo test check fuzz interop bench docs clean $(BINARIES)
+
+all: build
+
+build: $(BINARIES) ## the three binaries, in .bin/
+
+$(BINARIES): .bin/%:
+	go build -trimpath -o $@ ./cmd/$*
+
+demo: build ## the main job on embedded defaults; KEEP=1 stays up
+	scripts/demo.sh
+
+test: ## sets up what the tests need and runs them
+	scripts/test.sh
+
+check: .tools/bin/staticcheck .tools/bin/govulncheck ## format, vet, staticcheck, import table, race tests, govulncheck
+	scripts/check.sh
+
+fuzz: ## every fuzz target for FUZZTIME
+	scripts/fuzz.sh
+
+interop: build .tools/bin/oras .tools/bin/crane .tools/model/.stamp ## unmodified clients on a real model
+	scripts/interop.sh
+
+bench: build ## ratio tables; BENCH=identity|registry|index, FULL=1 for the long form
+	go run ./internal/bench $(if $(FULL),-full) -bin .bin $(BENCH)
+
+docs: ## runs every sh block of README.md and doc/ in a fresh copy of the checkout
+	scripts/docs.sh
+
+clean:
+	rm -rf .bin .tools
+
+.tools/bin/staticcheck: TOOL := honnef.co/go/tools/cmd/staticcheck
+.tools/bin/govulncheck: TOOL := golang.org/x/vuln/cmd/govulncheck
+.tools/bin/oras:        TOOL := oras.land/oras/cmd/oras
+.tools/bin/crane:       TOOL := github.com/google/go-containerregistry/cmd/crane
+
+.tools/bin/%: $(PINS)
+	cd internal/tools && go build -trimpath -buildvcs=false -o ../../$@ $(TOOL)
+
+.tools/model/.stamp: scripts/model.sh
+	scripts/model.sh

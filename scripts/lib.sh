@@ -1,0 +1,60 @@
+# Sourced by the scripts that run servers. Sets scratch (a private folder) and stops every server on exit.
+scratch=$(mktemp -d)
+pids=()
+
+# finish stops what start started and removes the scratch folder; the exit status stays as it was.
+finish() {
+  local rc=$?
+  trap - EXIT INT TERM
+  for pid in ${pids[@]+"${pids[@]}"}; do
+    kill "$pid" 2>/dev/null || continue
+    wait "$pid" 2>/dev/null || :
+  done
+  chmod -R u+w "$scratch" 2>/dev/null || :
+  rm -rf "$scratch"
+  exit "$rc"
+}
+trap finish EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+
+# free_port prints a loopback port on which nothing listens.
+free_port() {
+  local port
+  while port=$((20000 + RANDOM % 20000)); (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null; do :; done
+  echo "$port"
+}
+
+# fetch prints the body of http://127.0.0.1:PORT/PATH; it fails unless the answer is 200.
+fetch() {
+  local url=${1#http://} port path answer
+  port=${url#*:} path=/${url#*/}
+  port=${port%%/*}
+  answer=$({ exec 3<>"/dev/tcp/127.0.0.1/$port" &&
+    printf 'GET %s HTTP/1.0\r\nHost: 127.0.0.1:%s\r\n\r\n' "$path" "$port" >&3 &&
+    cat <&3; } 2>/dev/null) || return 1
+  sed '1,/^\r\{0,1\}$/d' <<<"$answer"
+  [[ $answer == HTTP/1.[01]" 200 "* ]]
+}
+
+# start LOG PORT PATH COMMAND... runs a server in the background and returns when it answers 200 on PATH.
+start() {
+  local log=$1 url=http://127.0.0.1:$2$3 tries=0
+  shift 3
+  "$@" >"$log" 2>&1 &
+  pids+=($!)
+  until fetch "$url" >/dev/null; do
+    if ! kill -0 "${pids[-1]}" 2>/dev/null || ((++tries > 600)); then
+      echo "error: $1 $2 did not answer on $url; it said:" >&2
+      cat "$log" >&2
+      exit 1
+    fi
+    sleep 0.1
+  done
+}
+
+# run prints a command as it would be typed, and runs it.
+run() {
+  printf '\n$ %s\n' "$*"
+  "$@"
+}
