@@ -1,0 +1,77 @@
+package durable
+
+import (
+	"errors"
+	"fmt"
+	"os"
+
+	"golang.org/x/sys/unix"
+)
+
+// Free returns the number of bytes that a process without privileges may still store on the filesystem of path.
+func Free(path string) (int64, error) {
+	var st unix.Statfs_t
+	if err := again(func() error { return unix.Statfs(path, &st) }); err != nil {
+		return 0, &os.PathError{Op: "statfs", Path: path, Err: err}
+	}
+	return int64(st.Bavail) * st.Bsize, nil
+}
+
+// again calls fn until it is not interrupted by a signal.
+func again(fn func() error) error {
+	for {
+		if err := fn(); err != unix.EINTR {
+			return err
+		}
+	}
+}
+
+// control runs fn on the descriptor of f, which stays open meanwhile.
+func control(f *os.File, fn func(fd int) error) error {
+	c, err := f.SyscallConn()
+	if err != nil {
+		return err
+	}
+	var ferr error
+	err = c.Control(func(fd uintptr) { ferr = again(func() error { return fn(int(fd)) }) })
+	return errors.Join(err, ferr)
+}
+
+func dataSync(f *os.File) error {
+	if err := control(f, unix.Fdatasync); err != nil {
+		return &os.PathError{Op: "fdatasync", Path: f.Name(), Err: err}
+	}
+	return nil
+}
+
+func reserve(f *os.File, size int64) error {
+	err := control(f, func(fd int) error { return unix.Fallocate(fd, unix.FALLOC_FL_KEEP_SIZE, 0, size) })
+	if err == nil || errors.Is(err, unix.EOPNOTSUPP) || errors.Is(err, unix.ENOSYS) {
+		return nil
+	}
+	return &os.PathError{Op: "fallocate", Path: f.Name(), Err: err}
+}
+
+func renameat2(old, new string, flags uint) error {
+	err := again(func() error { return unix.Renameat2(unix.AT_FDCWD, old, unix.AT_FDCWD, new, flags) })
+	switch err {
+	case nil:
+		return nil
+	case unix.EINVAL, unix.ENOSYS:
+		err = fmt.Errorf("%w by this filesystem (%w)", errors.ErrUnsupported, err)
+	}
+	return &os.LinkError{Op: "rename", Old: old, New: new, Err: err}
+}
+
+// clone shares the blocks of src with dst; an error that is errors.ErrUnsupported says that dst is as it was.
+func clone(dst, src *os.File) error {
+	err := control(dst, func(d int) error {
+		return control(src, func(s int) error { return unix.IoctlFileClone(d, s) })
+	})
+	for _, no := range []error{unix.EOPNOTSUPP, unix.ENOTTY, unix.EXDEV, unix.EINVAL, unix.ENOSYS, unix.EPERM} {
+		if errors.Is(err, no) {
+			return fmt.Errorf("%w by this filesystem (%w)", errors.ErrUnsupported, err)
+		}
+	}
+	return err
+}
