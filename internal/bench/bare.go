@@ -1,0 +1,84 @@
+package main
+
+import (
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"errors"
+	"io"
+	"net/http"
+	"os"
+	"path/filepath"
+)
+
+const piece = 256 << 10 // bytes a write, as the product does it
+
+// serveBare is the yardstick of the registry table: a handler that does what a blob costs at least, and nothing else.
+// Arguments: folder, address.
+func serveBare(ctx context.Context, args []string) error {
+	if len(args) != 2 {
+		return errors.New("bare: want a folder and an address")
+	}
+	dir := args[0]
+	mux := http.NewServeMux()
+	mux.HandleFunc("GET /ready", func(http.ResponseWriter, *http.Request) {})
+	mux.HandleFunc("GET /blob", func(w http.ResponseWriter, r *http.Request) {
+		f, err := os.Open(filepath.Join(dir, "blob"))
+		if err != nil {
+			http.Error(w, err.Error(), http.StatusNotFound)
+			return
+		}
+		defer f.Close()
+		io.Copy(w, f) // a client that goes away is its own matter
+	})
+	mux.HandleFunc("PUT /blob", func(w http.ResponseWriter, r *http.Request) {
+		if err := take(dir, r.Body, r.URL.Query().Get("sha256")); err != nil {
+			http.Error(w, err.Error(), http.StatusInternalServerError)
+			return
+		}
+		w.WriteHeader(http.StatusCreated)
+	})
+	s := &http.Server{Addr: args[1], Handler: mux}
+	go func() { <-ctx.Done(); s.Close() }()
+	if err := s.ListenAndServe(); !errors.Is(err, http.ErrServerClosed) {
+		return err
+	}
+	return nil
+}
+
+// take writes body to dir/blob, hashing it, and makes it durable.
+func take(dir string, body io.Reader, want string) error {
+	f, err := os.CreateTemp(dir, "put-")
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	h, buf := sha256.New(), make([]byte, piece)
+	for {
+		n, err := io.ReadFull(body, buf)
+		h.Write(buf[:n])
+		if _, err := f.Write(buf[:n]); err != nil {
+			return err
+		}
+		if errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) {
+			break
+		} else if err != nil {
+			return err
+		}
+	}
+	if hex.EncodeToString(h.Sum(nil)) != want {
+		return errors.New("the bytes do not match their digest")
+	}
+	if err := f.Sync(); err != nil {
+		return err
+	}
+	if err := os.Rename(f.Name(), filepath.Join(dir, "blob")); err != nil {
+		return err
+	}
+	d, err := os.Open(dir)
+	if err != nil {
+		return err
+	}
+	defer d.Close()
+	return d.Sync()
+}
