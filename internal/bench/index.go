@@ -24,7 +24,8 @@ func (b *bench) index(ctx context.Context) ([]row, error) {
 	defer reg.stop()
 	for _, repo := range []string{"bench/warm", "bench/manifests"} {
 		for _, blob := range [][]byte{emptyConfig, tinyShard()} {
-			if err := b.client.push(ctx, reg.url, repo, identity.Sum(blob), bytes.NewReader(blob), int64(len(blob))); err != nil {
+			body, size := bytes.NewReader(blob), int64(len(blob))
+			if err := b.client.push(ctx, reg.url, repo, identity.Sum(blob), body, size); err != nil {
 				return nil, err
 			}
 		}

@@ -157,7 +157,8 @@ func (b *bench) peaks(ctx context.Context, size int64) (server, pull float64, er
 		if err := b.together(ctx, reg.url, size); err != nil {
 			return err
 		}
-		if text, err := exec.CommandContext(ctx, filepath.Join(b.bin, "kiln-push"), "base", model, ref).CombinedOutput(); err != nil {
+		pushed := exec.CommandContext(ctx, filepath.Join(b.bin, "kiln-push"), "base", model, ref)
+		if text, err := pushed.CombinedOutput(); err != nil {
 			return fmt.Errorf("kiln-push: %w: %s", err, text)
 		}
 		cmd := exec.CommandContext(ctx, filepath.Join(b.bin, "kiln-pull"), "pull", ref, out)

@@ -26,7 +26,7 @@ func main() {
 
 func run(args []string) error {
 	fs := flag.NewFlagSet("testmodel", flag.ContinueOnError)
-	size := fs.String("size", "300MB", "bytes of all shards together; KB, MB, GB are powers of 1000, KiB, MiB, GiB of 1024")
+	size := fs.String("size", "300MB", "bytes of all shards together, with KB, MB, GB or KiB, MiB, GiB")
 	shards := fs.Int("shards", 3, "number of shards")
 	seed := fs.Uint64("seed", 1, "other seeds give other bytes")
 	if err := fs.Parse(args); err != nil {
@@ -71,7 +71,7 @@ type shardIndex struct {
 	WeightMap map[string]string `json:"weight_map"`
 }
 
-// write fills dir, which must not exist yet, with shards whose tensor bytes add up to total, rounded down to whole rows.
+// write makes the folder dir with shards whose tensor bytes add up to total, rounded down to whole rows.
 func write(dir string, total int64, shards int, seed uint64) error {
 	if err := os.Mkdir(dir, 0o777); err != nil {
 		return err

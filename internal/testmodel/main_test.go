@@ -88,7 +88,9 @@ func TestSame(t *testing.T) {
 }
 
 func TestSize(t *testing.T) {
-	for in, want := range map[string]int64{"300MB": 3e8, "1GiB": 1 << 30, "7": 7, "0": 0, "-1KB": 0, "1TB": 0, "9999999999GB": 0} {
+	for in, want := range map[string]int64{
+		"300MB": 3e8, "1GiB": 1 << 30, "7": 7, "0": 0, "-1KB": 0, "1TB": 0, "9999999999GB": 0,
+	} {
 		if n, err := parseSize(in); n != want || (err == nil) != (want > 0) {
 			t.Errorf("%s: %d, %v", in, n, err)
 		}
