@@ -1,0 +1,103 @@
+package client
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net/http"
+	"strconv"
+
+	"github.com/kiln-registry/kiln-registry/api"
+	"github.com/kiln-registry/kiln-registry/identity"
+)
+
+// maxHealth bounds the answer of a health check, in bytes.
+const maxHealth = 4 << 20
+
+// Bases lists at most limit base models that the caller may pull, in order of aggregate, from the one that follows
+// after, which is empty or the Next of the page before. A limit of zero leaves the number to the registry.
+func (c *Client) Bases(ctx context.Context, after string, limit int) (list api.BaseList, err error) {
+	err = c.json(ctx, call{
+		method: http.MethodGet, path: api.PathBases, query: paging("after", after, "limit", limit),
+	}, &list)
+	return list, err
+}
+
+// Base describes one base model: its summary and all its packagings that the caller may pull. One that there is none of
+// is api.ErrAggregateUnknown.
+func (c *Client) Base(ctx context.Context, a identity.Aggregate) (base api.Base, err error) {
+	err = c.json(ctx, call{method: http.MethodGet, path: api.PathBase(a), missing: api.ErrAggregateUnknown}, &base)
+	if err == nil && base.Identity.Aggregate != a {
+		err = fmt.Errorf("%s: asked for base %s, was told of %s: %w", c.Host(), a, base.Identity.Aggregate, ErrMismatch)
+	}
+	return base, err
+}
+
+// BaseManifest fetches the full shard manifest of a base model and checks it, its aggregate included.
+func (c *Client) BaseManifest(ctx context.Context, a identity.Aggregate) (identity.Manifest, error) {
+	var m identity.Manifest
+	err := c.json(ctx, call{
+		method: http.MethodGet, path: api.PathBaseManifest(a), missing: api.ErrAggregateUnknown,
+	}, &m)
+	if err == nil && m.Aggregate != a {
+		err = fmt.Errorf("%s: asked for base %s, got the manifest of %s: %w", c.Host(), a, m.Aggregate, ErrMismatch)
+	}
+	return m, err
+}
+
+// Artifacts lists at most limit artifacts made from a base, newest first within a repository. An empty kind or repo
+// means all; after is empty or the Next of the page before.
+func (c *Client) Artifacts(ctx context.Context, a identity.Aggregate, kind api.Kind, repo, after string, limit int) (
+	list api.ArtifactList, err error,
+) {
+	q := paging("after", after, "limit", limit)
+	if kind != "" {
+		q.Set("kind", string(kind))
+	}
+	if repo != "" {
+		q.Set("repo", repo)
+	}
+	err = c.json(ctx, call{
+		method: http.MethodGet, path: api.PathArtifacts(a), query: q, missing: api.ErrAggregateUnknown,
+	}, &list)
+	return list, err
+}
+
+// Compare asks the registry whether two bases are the same multiset of shard bytes.
+func (c *Client) Compare(ctx context.Context, a, b api.Side) (answer api.Comparison, err error) {
+	body, err := json.Marshal(api.CompareRequest{A: a, B: b})
+	if err != nil {
+		return answer, err
+	}
+	err = c.json(ctx, call{
+		method: http.MethodPost, path: api.PathCompare, missing: api.ErrAggregateUnknown,
+		header: map[string]string{"Content-Type": "application/json"},
+		body:   bytes.NewReader(body), size: int64(len(body)),
+		rewind: func() (io.Reader, error) { return bytes.NewReader(body), nil },
+	}, &answer)
+	return answer, err
+}
+
+// Health asks any address that ends in /health what it serves, be it the registry's, a resident model's or another
+// server's that speaks the same form. The token goes only to the client's own registry. A server that says it is
+// degraded, with 503, has answered.
+func (c *Client) Health(ctx context.Context, url string) (h api.Health, err error) {
+	resp, err := c.do(ctx, call{method: http.MethodGet, path: url}, http.StatusOK, http.StatusServiceUnavailable)
+	if err != nil {
+		return h, err
+	}
+	defer resp.Body.Close()
+	b, err := bounded(resp, maxHealth)
+	if err == nil {
+		err = json.Unmarshal(b, &h)
+	}
+	if err == nil && h.Status == "" {
+		err = fmt.Errorf("no status")
+	}
+	if err != nil {
+		return h, fmt.Errorf("%s: answer %s is no health report: %w", url, strconv.Itoa(resp.StatusCode), err)
+	}
+	return h, nil
+}

@@ -1,0 +1,131 @@
+package client
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"net/http"
+	"net/url"
+
+	"github.com/kiln-registry/kiln-registry/api"
+	"github.com/kiln-registry/kiln-registry/identity"
+)
+
+// StatBlob returns the size of a blob in bytes. A blob that the repository does not hold is api.ErrBlobUnknown.
+func (c *Client) StatBlob(ctx context.Context, repo string, d identity.Digest) (int64, error) {
+	resp, err := c.do(ctx, call{
+		method: http.MethodHead, path: api.PathBlob(repo, d), repo: repo, missing: api.ErrBlobUnknown,
+	}, http.StatusOK)
+	if err != nil {
+		return 0, err
+	}
+	defer resp.Body.Close()
+	if resp.ContentLength < 0 {
+		return 0, notBlob(resp, "it states no size")
+	}
+	return resp.ContentLength, nil
+}
+
+// Blob opens n bytes of a blob from off. total is the size of the whole blob, which the answer must agree with. The
+// reader gives exactly n bytes and then io.EOF, or an error: io.ErrUnexpectedEOF where the body ends early, ErrIdle
+// where it stalls. It is not safe for concurrent use and must be closed.
+//
+// The errors are ErrRangeIgnored, ErrNotBlob, and api.ErrBlobUnknown where the repository does not hold the blob. The
+// bytes are not hashed here, and nothing is retried: a call that starts where the last one ended asks the registry for a
+// new redirect.
+func (c *Client) Blob(ctx context.Context, repo string, d identity.Digest, off, n, total int64) (io.ReadCloser, error) {
+	if off < 0 || n <= 0 || total-off < n {
+		return nil, fmt.Errorf("blob %s: bytes %d to %d of %d asked for", d, off, off+n, total)
+	}
+	r := call{method: http.MethodGet, path: api.PathBlob(repo, d), repo: repo, missing: api.ErrBlobUnknown}
+	part := n < total
+	if part {
+		r.header = map[string]string{"Range": fmt.Sprintf("bytes=%d-%d", off, off+n-1)}
+	}
+	resp, err := c.do(ctx, r, http.StatusOK, http.StatusPartialContent)
+	if err != nil {
+		return nil, err
+	}
+	if err := checkBlob(resp, part, off, n, total); err != nil {
+		resp.Body.Close()
+		return nil, fmt.Errorf("blob %s: %w", d, err)
+	}
+	return &body{rc: resp.Body, left: n, size: n, c: c, host: resp.Request.URL.Host}, nil
+}
+
+func checkBlob(resp *http.Response, part bool, off, n, total int64) error {
+	switch e := encoded(resp); {
+	case e != "":
+		return notBlob(resp, "it is packed with content encoding %q, though none was asked for", printable(e))
+	case isHTML(resp) && resp.ContentLength != n:
+		return notBlob(resp, "it is an HTML page")
+	case part && resp.StatusCode == http.StatusOK:
+		return fmt.Errorf("%s: %w", resp.Request.URL.Host, ErrRangeIgnored)
+	case resp.StatusCode == http.StatusPartialContent:
+		want := fmt.Sprintf("bytes %d-%d/%d", off, off+n-1, total)
+		if got := resp.Header.Get("Content-Range"); got != want {
+			return notBlob(resp, "it has range %q, want %q", printable(got), want)
+		}
+	}
+	if resp.ContentLength >= 0 && resp.ContentLength != n {
+		return notBlob(resp, "it has %d bytes, want %d", resp.ContentLength, n)
+	}
+	return nil
+}
+
+// body gives exactly the bytes that were asked for.
+type body struct {
+	rc         io.ReadCloser
+	left, size int64
+	c          *Client
+	host       string
+}
+
+func (b *body) Read(p []byte) (int, error) {
+	if b.left == 0 {
+		return 0, b.end()
+	}
+	n, err := b.rc.Read(p[:min(int64(len(p)), b.left)])
+	b.left -= int64(n)
+	b.c.moved.Add(int64(n))
+	if err == io.EOF {
+		err = nil
+		if b.left > 0 {
+			err = fmt.Errorf("%s: body ended after %d of %d bytes: %w", b.host, b.size-b.left, b.size, io.ErrUnexpectedEOF)
+		}
+	}
+	return n, err
+}
+
+// end makes sure that nothing follows the bytes of a body whose length was not announced.
+func (b *body) end() error {
+	var one [1]byte
+	n, err := io.ReadFull(b.rc, one[:])
+	if n > 0 {
+		return fmt.Errorf("%s: %w: it is longer than %d bytes", b.host, ErrNotBlob, b.size)
+	}
+	return err
+}
+
+func (b *body) Close() error { return b.rc.Close() }
+
+// Mount makes a blob of the repository from visible in repo and says whether the registry did so. Where it would rather
+// have the bytes, that upload is cancelled.
+func (c *Client) Mount(ctx context.Context, repo, from string, d identity.Digest) (bool, error) {
+	resp, err := c.do(ctx, call{
+		method: http.MethodPost, path: api.PathUploads(repo), repo: repo,
+		query: url.Values{"mount": {d.String()}, "from": {from}}, missing: api.ErrNameUnknown,
+	}, http.StatusCreated, http.StatusAccepted)
+	if err != nil {
+		return false, err
+	}
+	resp.Body.Close()
+	if resp.StatusCode == http.StatusCreated {
+		return true, nil
+	}
+	u, err := c.upload(resp, repo)
+	if err != nil {
+		return false, err
+	}
+	return false, u.Abort(ctx)
+}
