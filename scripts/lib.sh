@@ -55,6 +55,6 @@ start() {
 
 # run prints a command as it would be typed, and runs it.
 run() {
-  printf '\n$ %s\n' "$*"
+  printf '\n$ %s\n' "$*" >&2
   "$@"
 }
