@@ -1,0 +1,148 @@
+// Package cli is what the three binaries share: the way a command begins and ends, its exit codes, and its flags for
+// reaching a registry.
+package cli
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/signal"
+	"strings"
+	"syscall"
+
+	"github.com/spf13/cobra"
+)
+
+// The exit codes of the three binaries.
+const (
+	CodeOK          = 0
+	CodeNo          = 1  // the answer is no: compare differs, verify fails, a digest does not match
+	CodeUsage       = 2  // wrong usage, or could not tell
+	CodeDenied      = 3  // not logged in, or not allowed
+	CodeNotFound    = 4  // no such reference, aggregate or file
+	CodeBadInput    = 5  // the data is refused by a rule of selection or format
+	CodeUnreachable = 6  // the server can't be reached, or failed after all tries
+	CodeDisk        = 7  // the local disk is full, or forbids it
+	CodeTryAgain    = 75 // interrupted or busy: the same command resumes. EX_TEMPFAIL of sysexits.h
+)
+
+// Main runs a command to its end and exits the process with its code. An interrupt or a termination ends run's context;
+// a second one ends the process. An error becomes one "error:" line on stderr and, where there is something to be done
+// about it, one "hint:" line.
+func Main(run func(ctx context.Context, args []string, stdout, stderr io.Writer) error) {
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	context.AfterFunc(ctx, stop)
+	err := run(ctx, os.Args[1:], os.Stdout, os.Stderr)
+	if err != nil && ctx.Err() != nil {
+		err = interrupted(err)
+	}
+	os.Exit(Report(os.Stderr, err))
+}
+
+// interrupted keeps an error that says what is wrong, and replaces one that only says that the context ended.
+func interrupted(err error) error {
+	var x *exit
+	if errors.As(err, &x) {
+		return err
+	}
+	return Hint(Exit(CodeTryAgain, errors.New("interrupted")), "the same command goes on from where this one stopped")
+}
+
+// Report writes err for people and returns the exit code that belongs to it. A silent error writes nothing.
+func Report(stderr io.Writer, err error) int {
+	code := Code(err)
+	var s *silent
+	if err == nil || errors.As(err, &s) {
+		return code
+	}
+	fmt.Fprintf(stderr, "error: %s\n", oneLine(err.Error()))
+	if text := hintOf(err, code); text != "" {
+		fmt.Fprintf(stderr, "hint: %s\n", oneLine(text))
+	}
+	return code
+}
+
+// oneLine keeps what came from files and servers from looking like another line.
+func oneLine(s string) string {
+	return strings.Map(func(r rune) rune {
+		if r < ' ' || r == 0x7f {
+			return ' '
+		}
+		return r
+	}, s)
+}
+
+type exit struct {
+	code int
+	err  error
+}
+
+func (e *exit) Error() string { return e.err.Error() }
+func (e *exit) Unwrap() error { return e.err }
+
+// Exit gives err an exit code. A nil error stays nil.
+func Exit(code int, err error) error {
+	if err == nil {
+		return nil
+	}
+	return &exit{code, err}
+}
+
+type silent struct{ code int }
+
+func (s *silent) Error() string { return fmt.Sprintf("exit code %d", s.code) }
+
+// Silent is an error that ends the command with a code and says nothing more: the answer is already on stdout.
+func Silent(code int) error { return Exit(code, &silent{code}) }
+
+type hint struct {
+	text string
+	err  error
+}
+
+func (h *hint) Error() string { return h.err.Error() }
+func (h *hint) Unwrap() error { return h.err }
+
+// Hint adds to err what can be done about it. A nil error stays nil.
+func Hint(err error, text string) error {
+	if err == nil {
+		return nil
+	}
+	return &hint{text, err}
+}
+
+// Usagef is an error of wrong usage.
+func Usagef(format string, args ...any) error { return Exit(CodeUsage, fmt.Errorf(format, args...)) }
+
+// Execute runs the command tree of root. What fails before a command of the tree begins, an unknown flag or command or
+// a missing argument, is an error of usage.
+func Execute(ctx context.Context, root *cobra.Command, args []string, stdout, stderr io.Writer) error {
+	root.SilenceErrors, root.SilenceUsage = true, true
+	root.CompletionOptions.HiddenDefaultCmd = true
+	root.SetArgs(args)
+	root.SetOut(stdout)
+	root.SetErr(stderr)
+	began := false
+	each(root, func(c *cobra.Command) {
+		if run := c.RunE; run != nil {
+			c.RunE = func(c *cobra.Command, args []string) error {
+				began = true
+				return run(c, args)
+			}
+		}
+	})
+	cmd, err := root.ExecuteContextC(ctx)
+	if err != nil && !began {
+		err = Hint(Exit(CodeUsage, err), fmt.Sprintf("%s --help shows how it is used", cmd.CommandPath()))
+	}
+	return err
+}
+
+func each(c *cobra.Command, f func(*cobra.Command)) {
+	f(c)
+	for _, sub := range c.Commands() {
+		each(sub, f)
+	}
+}

@@ -1,0 +1,108 @@
+package cli
+
+import (
+	"context"
+	"crypto/tls"
+	"crypto/x509"
+	"errors"
+	"io/fs"
+	"net"
+	"net/http"
+	"syscall"
+
+	"github.com/kiln-registry/kiln-registry/api"
+	"github.com/kiln-registry/kiln-registry/api/client"
+)
+
+// Code returns the exit code of an error: the one that Exit gave it, else the one that its kind stands for.
+func Code(err error) int {
+	var x *exit
+	switch {
+	case err == nil:
+		return CodeOK
+	case errors.As(err, &x):
+		return x.code
+	case errors.Is(err, client.ErrMismatch):
+		return CodeNo
+	case errors.Is(err, client.ErrNotBlob), errors.Is(err, client.ErrRangeIgnored), errors.Is(err, client.ErrIdle):
+		return CodeUnreachable
+	}
+	if code := answerCode(err); code != 0 {
+		return code
+	}
+	return systemCode(err)
+}
+
+// answerCode is for what a registry answered.
+func answerCode(err error) int {
+	var s *client.StatusError
+	var a *api.Error
+	status := 0
+	if errors.As(err, &s) {
+		status = s.Status
+	} else if errors.As(err, &a) {
+		status = a.Status()
+	}
+	switch {
+	case status == 0:
+		return 0
+	case status == http.StatusUnauthorized, status == http.StatusForbidden:
+		return CodeDenied
+	case status == http.StatusNotFound:
+		return CodeNotFound
+	case status == http.StatusTooManyRequests, status >= 500:
+		return CodeUnreachable
+	}
+	return CodeBadInput
+}
+
+// systemCode is for what this machine says.
+func systemCode(err error) int {
+	var n net.Error
+	var op *net.OpError
+	switch {
+	case errors.Is(err, context.Canceled), errors.Is(err, syscall.EINTR):
+		return CodeTryAgain
+	case errors.As(err, &op), errors.As(err, &n), isTLS(err):
+		return CodeUnreachable
+	case full(err), errors.Is(err, fs.ErrPermission), errors.Is(err, syscall.EROFS), errors.Is(err, syscall.EIO):
+		return CodeDisk
+	case errors.Is(err, fs.ErrNotExist):
+		return CodeNotFound
+	}
+	return CodeUsage
+}
+
+func full(err error) bool { return errors.Is(err, syscall.ENOSPC) || errors.Is(err, syscall.EDQUOT) }
+
+func isTLS(err error) bool {
+	var record tls.RecordHeaderError
+	var verify *tls.CertificateVerificationError
+	var unknown x509.UnknownAuthorityError
+	return errors.As(err, &record) || errors.As(err, &verify) || errors.As(err, &unknown)
+}
+
+// hintOf returns what can be done about an error: the hint that it carries, else the usual one of its kind.
+func hintOf(err error, code int) string {
+	var h *hint
+	var record tls.RecordHeaderError
+	switch {
+	case errors.As(err, &h):
+		return h.text
+	case errors.As(err, &record):
+		return "if that registry speaks plain HTTP, add --plain-http"
+	case isTLS(err):
+		return "--ca-file names the certificates to trust"
+	case full(err):
+		return "free some space; the same command goes on from where this one stopped"
+	case errors.Is(err, api.ErrStoreFull):
+		return "the registry's own disk is full; what it has acknowledged is kept"
+	case code == CodeDenied:
+		return "set KILN_TOKEN, give --token-file FILE, or run docker login; the token needs the right for this repository"
+	case code == CodeUnreachable:
+		return "check the address, and that the registry runs (kiln-registry serve)"
+	case code == CodeNotFound && errors.Is(err, api.ErrManifestUnknown):
+		return "check the repository and the tag; kiln-pull find AGGREGATE lists where a base is held"
+	}
+	return ""
+}

@@ -1,0 +1,89 @@
+package cli
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"runtime/debug"
+
+	"github.com/spf13/cobra"
+
+	"github.com/kiln-registry/kiln-registry/api/client"
+)
+
+// DefaultRegistry is where the registry listens and the clients look when nothing else is said.
+const DefaultRegistry = "127.0.0.1:5000"
+
+// Registry returns the registry that is asked where a command names none: $KILN_REGISTRY, else DefaultRegistry.
+func Registry() string { return cmp.Or(os.Getenv("KILN_REGISTRY"), DefaultRegistry) }
+
+// Flags are those that every command which may speak to a registry has.
+type Flags struct {
+	PlainHTTP bool
+	TokenFile string
+	CAFile    string
+	JSON      bool
+	Quiet     bool
+}
+
+// Bind adds the flags to cmd and the commands below it.
+func (f *Flags) Bind(cmd *cobra.Command) {
+	p := cmd.PersistentFlags()
+	p.BoolVar(&f.PlainHTTP, "plain-http", false, "speak plain HTTP also to hosts other than this machine")
+	p.StringVar(&f.TokenFile, "token-file", "", "file that holds the bearer token (else $KILN_TOKEN, else the Docker config)")
+	p.StringVar(&f.CAFile, "ca-file", "", "PEM certificates to trust besides those of the system")
+	p.BoolVar(&f.JSON, "json", false, "print JSON on stdout")
+	p.BoolVarP(&f.Quiet, "quiet", "q", false, "no progress on stderr")
+	p.Var(refusedToken{}, "token", "")
+	_ = p.MarkHidden("token")
+}
+
+// Client returns a client of the registry at host. notes, which may be nil, is told of waits and fallbacks.
+func (f *Flags) Client(host string, notes func(string)) (*client.Client, error) {
+	c, err := client.New(host, client.Options{
+		PlainHTTP: f.PlainHTTP, TokenFile: f.TokenFile, CAFile: f.CAFile, UserAgent: "kiln/" + Version(), Notify: notes,
+	})
+	var path *os.PathError
+	if err != nil && !errors.As(err, &path) {
+		return nil, Exit(CodeUsage, err)
+	}
+	return c, err
+}
+
+// refusedToken is the value of a flag that exists to say why it does not.
+type refusedToken struct{}
+
+func (refusedToken) String() string { return "" }
+func (refusedToken) Type() string   { return "string" }
+func (refusedToken) Set(string) error {
+	return errors.New("a token on the command line can be read by everybody on this machine; use --token-file or KILN_TOKEN")
+}
+
+// Version returns the version that the binary was built from.
+func Version() string {
+	info, ok := debug.ReadBuildInfo()
+	if !ok || info.Main.Version == "" {
+		return "unknown"
+	}
+	return info.Main.Version
+}
+
+// Bytes writes a size for people, in powers of ten.
+func Bytes(n int64) string {
+	const units = "kMGTPE"
+	if n < 1000 {
+		return fmt.Sprintf("%d B", n)
+	}
+	v, i := float64(n)/1000, 0
+	for v >= 999.5 && i < len(units)-1 {
+		v, i = v/1000, i+1
+	}
+	return fmt.Sprintf("%.3g %cB", v, units[i])
+}
+
+// Warn writes one "warning:" line.
+func Warn(stderr io.Writer, format string, args ...any) {
+	fmt.Fprintf(stderr, "warning: %s\n", oneLine(fmt.Sprintf(format, args...)))
+}
