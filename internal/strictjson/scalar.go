@@ -1,0 +1,221 @@
+package strictjson
+
+import (
+	"bytes"
+	"math"
+	"strconv"
+	"strings"
+	"unicode/utf16"
+	"unicode/utf8"
+)
+
+func isDigit(c byte) bool { return '0' <= c && c <= '9' }
+
+// Number reads a number and returns its text as it stands in the document.
+func (r *Reader) Number() (string, error) {
+	if err := r.want(Number); err != nil {
+		return "", err
+	}
+	b, err := r.number()
+	return string(b), err
+}
+
+// number reads a number at the position by the grammar of RFC 8259.
+func (r *Reader) number() ([]byte, error) {
+	start := r.pos
+	if r.data[r.pos] == '-' {
+		r.pos++
+	}
+	zero := r.pos < len(r.data) && r.data[r.pos] == '0'
+	switch n := r.digits(); {
+	case n == 0:
+		return nil, r.unexpected("a digit")
+	case zero && n > 1:
+		return nil, r.fail(start, RuleSyntax, "number with a leading zero")
+	}
+	if r.pos < len(r.data) && r.data[r.pos] == '.' {
+		r.pos++
+		if r.digits() == 0 {
+			return nil, r.unexpected("a digit")
+		}
+	}
+	if r.pos < len(r.data) && (r.data[r.pos] == 'e' || r.data[r.pos] == 'E') {
+		r.pos++
+		if r.pos < len(r.data) && (r.data[r.pos] == '+' || r.data[r.pos] == '-') {
+			r.pos++
+		}
+		if r.digits() == 0 {
+			return nil, r.unexpected("a digit")
+		}
+	}
+	return r.data[start:r.pos], nil
+}
+
+// digits reads digits and returns how many.
+func (r *Reader) digits() int {
+	start := r.pos
+	for r.pos < len(r.data) && isDigit(r.data[r.pos]) {
+		r.pos++
+	}
+	return r.pos - start
+}
+
+// Uint64 reads an unsigned integer. It refuses every spelling but plain digits: no sign, fraction or exponent.
+func (r *Reader) Uint64() (uint64, error) { return r.uint(math.MaxUint64, RuleU64) }
+
+// Uint32 is Uint64 for values up to 2^32-1.
+func (r *Reader) Uint32() (uint32, error) {
+	v, err := r.uint(math.MaxUint32, RuleU32)
+	return uint32(v), err
+}
+
+func (r *Reader) uint(most uint64, rule string) (uint64, error) {
+	if err := r.want(Number); err != nil {
+		return 0, err
+	}
+	at := r.pos
+	b, err := r.number()
+	if err != nil {
+		return 0, err
+	}
+	if bytes.ContainsAny(b, ".eE") {
+		return 0, r.fail(at, RuleInteger, "want an integer, got %.40s", b)
+	}
+	v, err := strconv.ParseUint(string(b), 10, 64)
+	if err != nil || v > most {
+		return 0, r.fail(at, rule, "want an integer from 0 to %d, got %.40s", most, b)
+	}
+	return v, nil
+}
+
+// String reads a string and returns it decoded.
+func (r *Reader) String() (string, error) {
+	if err := r.want(String); err != nil {
+		return "", err
+	}
+	b, err := r.text()
+	if err != nil {
+		return "", err
+	}
+	return r.own(b), nil
+}
+
+// Limits of the strings that own keeps: longer ones and later ones are seldom repeated.
+const (
+	ownLen   = 16
+	ownCount = 64
+)
+
+// own returns b as a string, the same one for a short text that came before.
+func (r *Reader) own(b []byte) string {
+	if len(b) > ownLen {
+		return string(b)
+	}
+	if s, ok := r.short[string(b)]; ok {
+		return s
+	}
+	s := string(b)
+	if r.short == nil {
+		r.short = make(map[string]string, ownCount)
+	}
+	if len(r.short) < ownCount {
+		r.short[s] = s
+	}
+	return s
+}
+
+// text reads the string at the position. The bytes are a part of the document when it has no escapes.
+func (r *Reader) text() ([]byte, error) {
+	r.pos++
+	start := r.pos
+	for ; r.pos < len(r.data); r.pos++ {
+		switch c := r.data[r.pos]; {
+		case c == '"':
+			r.pos++
+			return r.data[start : r.pos-1], nil
+		case c == '\\':
+			return r.escaped(start)
+		case c < ' ':
+			return nil, r.fail(r.pos, RuleSyntax, "control character %#02x in a string", c)
+		}
+	}
+	return nil, r.unexpected("'\"'")
+}
+
+// escaped reads the rest of a string that started at start and has its first escape at the position.
+func (r *Reader) escaped(start int) ([]byte, error) {
+	out := append([]byte(nil), r.data[start:r.pos]...)
+	for r.pos < len(r.data) {
+		switch c := r.data[r.pos]; {
+		case c == '"':
+			r.pos++
+			return out, nil
+		case c == '\\':
+			c, err := r.escape()
+			if err != nil {
+				return nil, err
+			}
+			out = utf8.AppendRune(out, c)
+		case c < ' ':
+			return nil, r.fail(r.pos, RuleSyntax, "control character %#02x in a string", c)
+		default:
+			out = append(out, c)
+			r.pos++
+		}
+	}
+	return nil, r.unexpected("'\"'")
+}
+
+// escape reads one escape, or the two that make one character outside the basic plane.
+func (r *Reader) escape() (rune, error) {
+	at := r.pos
+	if r.pos++; r.pos == len(r.data) {
+		return 0, r.unexpected("an escape")
+	}
+	c := r.data[r.pos]
+	if c != 'u' {
+		i := strings.IndexByte(`"\/bfnrt`, c)
+		if i < 0 {
+			return 0, r.unexpected("an escape")
+		}
+		r.pos++
+		return rune("\"\\/\b\f\n\r\t"[i]), nil
+	}
+	r.pos++
+	high, err := r.hex4()
+	if err != nil || !utf16.IsSurrogate(high) {
+		return high, err
+	}
+	if rest := r.data[r.pos:]; len(rest) >= 2 && rest[0] == '\\' && rest[1] == 'u' {
+		r.pos += 2
+		low, err := r.hex4()
+		if err != nil {
+			return 0, err
+		}
+		if c := utf16.DecodeRune(high, low); c != utf8.RuneError {
+			return c, nil
+		}
+	}
+	return 0, r.fail(at, RuleUTF8, "lone surrogate escape \\u%04x", high)
+}
+
+// hex4 reads four hex digits.
+func (r *Reader) hex4() (rune, error) {
+	var v rune
+	for range 4 {
+		if r.pos == len(r.data) {
+			return 0, r.unexpected("a hex digit")
+		}
+		c := r.data[r.pos]
+		switch {
+		case isDigit(c):
+			v = v<<4 | rune(c-'0')
+		case 'a' <= c|0x20 && c|0x20 <= 'f':
+			v = v<<4 | rune(c|0x20-'a'+10)
+		default:
+			return 0, r.unexpected("a hex digit")
+		}
+		r.pos++
+	}
+	return v, nil
+}
