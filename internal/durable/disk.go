@@ -127,18 +127,28 @@ func (d Disk) Link(old, new string) error {
 	return d.do(OpLink, new, func() error { return os.Link(old, new) })
 }
 
-// Mkdir makes a folder, durable on return. It is no error if there is one already.
-func (d Disk) Mkdir(path string, mode fs.FileMode) error {
-	err := d.do(OpMkdir, path, func() error { return os.Mkdir(path, mode) })
-	if errors.Is(err, fs.ErrExist) {
-		if st, serr := os.Stat(path); serr == nil && st.IsDir() {
-			err = nil
+// Mkdir makes folders, durable on return. It is no error if one is there already.
+func (d Disk) Mkdir(mode fs.FileMode, paths ...string) error {
+	var parents []string
+	for _, path := range paths {
+		if err := d.do(OpMkdir, path, func() error { return mkdir(path, mode) }); err != nil {
+			return err
+		}
+		if parent := filepath.Dir(path); !slices.Contains(parents, parent) {
+			parents = append(parents, parent)
 		}
 	}
-	if err != nil {
-		return err
+	return d.SyncDir(parents...)
+}
+
+func mkdir(path string, mode fs.FileMode) error {
+	err := os.Mkdir(path, mode)
+	if errors.Is(err, fs.ErrExist) {
+		if st, serr := os.Stat(path); serr == nil && st.IsDir() {
+			return nil
+		}
 	}
-	return d.SyncDir(filepath.Dir(path))
+	return err
 }
 
 // MkdirAll makes a folder and the folders above it that are missing, durable on return.
@@ -151,7 +161,7 @@ func (d Disk) MkdirAll(path string, mode fs.FileMode) error {
 			return err
 		}
 	}
-	return d.Mkdir(path, mode)
+	return d.Mkdir(mode, path)
 }
 
 // Remove removes a file or an empty folder. It is no error if there is none. Durable only after SyncDir.

@@ -157,7 +157,7 @@ func TestFolders(t *testing.T) {
 		t.Errorf("Exchange with nothing: %v", err)
 	}
 	file := filepath.Join(b, "name")
-	if err := d.Mkdir(file, 0o755); !errors.Is(err, fs.ErrExist) {
+	if err := d.Mkdir(0o755, file); !errors.Is(err, fs.ErrExist) {
 		t.Errorf("Mkdir over a file: %v", err)
 	}
 	if err := d.Remove(filepath.Join(dir, "none")); err != nil {

@@ -1,0 +1,251 @@
+package fsstore
+
+import (
+	"context"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"iter"
+	"os"
+	"path/filepath"
+	"syscall"
+	"time"
+
+	"github.com/kiln-registry/kiln-registry/blobstore"
+	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/internal/durable"
+)
+
+func (st *Store) path(d identity.Digest) string {
+	return filepath.Join(shelf(st.dir, d[0]), d.Hex())
+}
+
+// describeFile makes the Info of a blob's file. The generation is its inode and the time of its commit: both stay with
+// the file for as long as it has the name.
+func describeFile(d identity.Digest, fi fs.FileInfo) blobstore.Info {
+	var inode uint64
+	if sys, ok := fi.Sys().(*syscall.Stat_t); ok {
+		inode = sys.Ino
+	}
+	return blobstore.Info{
+		Digest:     d,
+		Size:       fi.Size(),
+		Created:    fi.ModTime(),
+		Generation: fmt.Sprintf("%x-%x", inode, fi.ModTime().UnixNano()),
+	}
+}
+
+func absent(what string, d identity.Digest, err error) error {
+	if err == nil || errors.Is(err, fs.ErrNotExist) {
+		err = blobstore.ErrNotFound
+	}
+	return fmt.Errorf("%s %s: %w", what, d, err)
+}
+
+// Stat implements blobstore.Store.
+func (st *Store) Stat(ctx context.Context, d identity.Digest) (blobstore.Info, error) {
+	// Hidden is asked last: a commit hides the blob before it names it.
+	fi, err := os.Lstat(st.path(d))
+	if err != nil || st.names.isHidden(d) {
+		return blobstore.Info{}, absent("stat blob", d, err)
+	}
+	return describeFile(d, fi), nil
+}
+
+// Open implements blobstore.Store. The reader ends at the end of the blob also when n goes past it; it is an error if
+// off does. Bytes are not checked again. The file stays readable after a Delete.
+func (st *Store) Open(ctx context.Context, d identity.Digest, off, n int64) (io.ReadCloser, error) {
+	f, err := os.Open(st.path(d))
+	if err != nil {
+		return nil, absent("open blob", d, err)
+	}
+	if st.names.isHidden(d) {
+		f.Close()
+		return nil, absent("open blob", d, nil)
+	}
+	r, err := st.section(f, off, n)
+	if err != nil {
+		f.Close()
+		return nil, fmt.Errorf("open blob %s: %w", d, err)
+	}
+	return r, nil
+}
+
+func (st *Store) section(f *os.File, off, n int64) (*reader, error) {
+	fi, err := f.Stat()
+	if err != nil {
+		return nil, err
+	}
+	if off < 0 || off > fi.Size() {
+		return nil, fmt.Errorf("offset %d is outside of its %d bytes", off, fi.Size())
+	}
+	if _, err := f.Seek(off, io.SeekStart); err != nil {
+		return nil, err
+	}
+	if n < 0 || n > fi.Size()-off {
+		n = fi.Size() - off
+	}
+	return &reader{st, f, io.LimitedReader{R: f, N: n}}, nil
+}
+
+// reader reads a range of a blob's file. When an HTTP response is read from it by io.Copy, the response sees an
+// *io.LimitedReader over an *os.File, which is what it can send without copying.
+type reader struct {
+	st   *Store
+	file *os.File
+	rest io.LimitedReader
+}
+
+func (r *reader) Read(b []byte) (int, error) { return r.rest.Read(b) }
+
+func (r *reader) Close() error { return r.file.Close() }
+
+// WriteTo implements io.WriterTo.
+func (r *reader) WriteTo(w io.Writer) (int64, error) {
+	if rf, ok := w.(io.ReaderFrom); ok {
+		return rf.ReadFrom(&r.rest)
+	}
+	piece := r.st.pieces.Get().(*[durable.PieceSize]byte)
+	defer r.st.pieces.Put(piece)
+	return io.CopyBuffer(w, &r.rest, piece[:])
+}
+
+// Delete implements blobstore.Store.
+func (st *Store) Delete(ctx context.Context, i blobstore.Info) error {
+	defer st.names.lock(i.Digest)()
+	now, err := st.Stat(ctx, i.Digest)
+	if err != nil {
+		return fmt.Errorf("delete: %w", err)
+	}
+	if now.Generation != i.Generation {
+		return fmt.Errorf("delete blob %s: generation %s: %w", i.Digest, i.Generation, blobstore.ErrNotFound)
+	}
+	if err := st.disk.Remove(st.path(i.Digest)); err != nil {
+		return fmt.Errorf("delete blob %s: %w", i.Digest, err)
+	}
+	if err := st.syncShelf(i.Digest); err != nil {
+		return fmt.Errorf("delete blob %s: %w", i.Digest, err)
+	}
+	return nil
+}
+
+func (st *Store) syncShelf(d identity.Digest) error {
+	return st.shelves[d[0]].Do(func() error { return st.disk.SyncDir(shelf(st.dir, d[0])) })
+}
+
+// List implements blobstore.Store. It holds no lock and no open folder while the caller works; a blob that comes or goes
+// meanwhile may be yielded or not.
+func (st *Store) List(ctx context.Context, after identity.Digest) iter.Seq2[blobstore.Info, error] {
+	return func(yield func(blobstore.Info, error) bool) {
+		last := ""
+		if !after.IsZero() {
+			last = after.Hex()
+		}
+		for first := int(after[0]); first < 256; {
+			found, err := st.page(ctx, byte(first), last)
+			if err != nil {
+				yield(blobstore.Info{}, fmt.Errorf("list blobs: %w", err))
+				return
+			}
+			if !st.yieldPage(ctx, found, yield) {
+				return
+			}
+			if len(found) < page {
+				first++
+			} else {
+				last = found[page-1]
+			}
+		}
+	}
+}
+
+func (st *Store) yieldPage(ctx context.Context, hexes []string, yield func(blobstore.Info, error) bool) bool {
+	for _, name := range hexes {
+		d, err := identity.ParseDigest(hashName + ":" + name)
+		if err != nil {
+			continue // not a blob
+		}
+		i, err := st.Stat(ctx, d)
+		if errors.Is(err, blobstore.ErrNotFound) {
+			continue
+		}
+		if !yield(i, err) || err != nil {
+			return false
+		}
+	}
+	return true
+}
+
+// page returns the first names of a shelf after last, in ascending order.
+func (st *Store) page(ctx context.Context, first byte, last string) ([]string, error) {
+	var names smallest
+	err := eachName(ctx, shelf(st.dir, first), func(name string) error {
+		if name > last && len(name) == hex.EncodedLen(len(identity.Digest{})) {
+			names.add(name)
+		}
+		return nil
+	})
+	names.trim()
+	return names, err
+}
+
+// eachName calls fn with the names in a folder, in no order, and holds few of them at a time.
+func eachName(ctx context.Context, dir string, fn func(name string) error) error {
+	f, err := os.Open(dir)
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	for {
+		names, err := f.Readdirnames(1024)
+		for _, name := range names {
+			if err := fn(name); err != nil {
+				return err
+			}
+		}
+		switch {
+		case errors.Is(err, io.EOF):
+			return nil
+		case err != nil:
+			return err
+		case ctx.Err() != nil:
+			return ctx.Err()
+		}
+	}
+}
+
+// publish gives the bytes of an upload, which are synced, the name of their digest. It is durable and visible on return.
+func (st *Store) publish(ctx context.Context, s *session, d identity.Digest) (blobstore.Info, error) {
+	defer st.names.lock(d)()
+	fi, err := os.Lstat(st.path(d))
+	// A file of another size can't have these bytes: it is damaged, and is replaced.
+	if err != nil || fi.Size() != s.size {
+		st.names.hide(d, true)
+		if err := st.name(s, d); err != nil {
+			if _, gone := os.Lstat(st.path(d)); gone != nil {
+				st.names.hide(d, false)
+			}
+			return blobstore.Info{}, err
+		}
+	}
+	// Also for a file that was there: its name may be one that could not be made durable before.
+	if err := st.syncShelf(d); err != nil {
+		return blobstore.Info{}, err
+	}
+	st.names.hide(d, false)
+	return st.Stat(ctx, d)
+}
+
+func (st *Store) name(s *session, d identity.Digest) error {
+	now := time.Now()
+	if err := os.Chtimes(s.data.Name(), now, now); err != nil {
+		return err
+	}
+	if err := st.disk.Rename(s.data.Name(), st.path(d)); err != nil {
+		return err
+	}
+	// Only now, as an upload that could not be named must stay writable.
+	return s.data.Chmod(0o444)
+}

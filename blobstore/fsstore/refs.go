@@ -1,0 +1,332 @@
+package fsstore
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"hash/crc32"
+	"io"
+	"iter"
+	"os"
+	"sync"
+
+	"github.com/kiln-registry/kiln-registry/blobstore"
+	"github.com/kiln-registry/kiln-registry/internal/durable"
+)
+
+// refLog is refs.log, open. Puts that wait at the same time are written and synced together.
+type refLog struct {
+	f     *durable.File
+	salt  []byte
+	group durable.Group
+
+	mu      sync.Mutex // guards queue and end
+	queue   []*frame
+	end     int64 // everything before it is durable, nothing after it was acknowledged
+	damaged error // the log could not be brought back to end after a write that failed; used by flush only
+	open    bool  // the last frame is one that no later frame proves; used by flush and close only
+}
+
+// frame is a Put that waits.
+type frame struct {
+	payload []byte
+	refs    int
+	after   blobstore.Position
+	err     error
+}
+
+// openLog opens the log at path, and cuts off the end of a write that was never acknowledged.
+func openLog(disk durable.Disk, path string, notify func(string)) (*refLog, error) {
+	f, err := disk.OpenFile(path, os.O_RDWR, 0)
+	if errors.Is(err, os.ErrNotExist) {
+		return nil, fmt.Errorf("%w: it has no %s", blobstore.ErrDamaged, refsName)
+	} else if err != nil {
+		return nil, err
+	}
+	l := &refLog{f: f}
+	if err := l.recover(notify); err != nil {
+		f.Close()
+		return nil, err
+	}
+	return l, nil
+}
+
+func (l *refLog) recover(notify func(string)) error {
+	b := make([]byte, logHeaderSize)
+	if _, err := l.f.ReadAt(b, 0); err != nil && err != io.EOF {
+		return err
+	}
+	var err error
+	if l.salt, err = parseLogHeader(b); err != nil {
+		return err
+	}
+	size, err := l.f.Size()
+	if err != nil {
+		return err
+	}
+	if l.end, err = l.findEnd(size); err != nil {
+		return err
+	}
+	if l.end < size {
+		if err := l.f.Truncate(l.end); err != nil {
+			return err
+		}
+		notify(fmt.Sprintf("%s: dropped the last %d bytes, from %d on: an unfinished write that was not acknowledged",
+			refsName, size-l.end, l.end))
+	}
+	return l.f.Sync()
+}
+
+// findEnd returns where the last whole frame ends. It reads the head of every frame, and the payload only of those that
+// were perhaps never synced: damage in the others shows when they are read.
+func (l *refLog) findEnd(size int64) (int64, error) {
+	end, synced := int64(logHeaderSize), int64(logHeaderSize)
+	b := make([]byte, frameHead)
+	for end < size {
+		n, err := l.f.ReadAt(b, end)
+		if err != nil && err != io.EOF {
+			return 0, err
+		}
+		h, ok := parseHead(b[:n], end, l.salt)
+		if !ok || end+h.size() > size {
+			break
+		}
+		synced = max(synced, h.synced)
+		end += h.size()
+	}
+	proof, err := l.findProof(end, size)
+	if err != nil {
+		return 0, err
+	}
+	if proof > 0 {
+		return 0, fmt.Errorf("%w: %s is broken at byte %d, but goes on at byte %d", blobstore.ErrDamaged, refsName, end, proof)
+	}
+	return l.checkTail(synced, end)
+}
+
+// checkTail reads the frames from one offset to another and returns where the last whole one ends.
+func (l *refLog) checkTail(from, to int64) (int64, error) {
+	r := l.reader(from, to)
+	for {
+		at := r.offset
+		refs, err := r.next()
+		switch {
+		case err == io.EOF:
+			return at, nil
+		case errors.Is(err, blobstore.ErrDamaged):
+			return at, nil
+		case err != nil:
+			return 0, err
+		}
+		l.open = len(refs) > 0
+	}
+}
+
+// findProof looks behind a broken frame for one that was written after the broken one was synced, and returns where it
+// is, or 0.
+func (l *refLog) findProof(broken, size int64) (int64, error) {
+	b := make([]byte, durable.PieceSize)
+	for at := broken; at < size; at += int64(len(b)) - frameHead {
+		n, err := l.f.ReadAt(b, at)
+		if err != nil && err != io.EOF {
+			return 0, err
+		}
+		for i := 0; ; i++ {
+			next := bytes.Index(b[i:n], []byte(frameMagic))
+			if next < 0 {
+				break
+			}
+			i += next
+			if h, ok := parseHead(b[i:n], at+int64(i), l.salt); ok && h.synced > broken {
+				return at + int64(i), nil
+			}
+		}
+	}
+	return 0, nil
+}
+
+func (l *refLog) put(ctx context.Context, refs []blobstore.Ref) (blobstore.Position, error) {
+	if err := ctx.Err(); err != nil {
+		return 0, fmt.Errorf("put refs: %w", err)
+	}
+	payload, err := encodeRefs(refs)
+	if err != nil {
+		return 0, fmt.Errorf("put refs: %w", err)
+	}
+	f := &frame{payload: payload, refs: len(refs)}
+	l.mu.Lock()
+	l.queue = append(l.queue, f)
+	l.mu.Unlock()
+	l.group.Do(l.flush)
+	if f.err != nil {
+		return 0, fmt.Errorf("put refs: %w", full(f.err))
+	}
+	return f.after, nil
+}
+
+// flush writes and syncs what waits, in batches of bounded size. Each frame gets its own verdict.
+func (l *refLog) flush() error {
+	l.mu.Lock()
+	queue := l.queue
+	l.queue = nil
+	l.mu.Unlock()
+	for len(queue) > 0 {
+		n, size := 0, 0
+		for n < len(queue) && (n == 0 || size+len(queue[n].payload) <= maxPayload) {
+			size += frameHead + len(queue[n].payload)
+			n++
+		}
+		err := l.write(queue[:n], size)
+		for _, f := range queue[:n] {
+			f.err = err
+		}
+		queue = queue[n:]
+	}
+	return nil
+}
+
+// write makes frames durable. If it fails, the log goes back to where it was; while that fails too, nothing is written.
+func (l *refLog) write(frames []*frame, size int) error {
+	if l.damaged != nil {
+		if err := l.rewind(); err != nil {
+			return fmt.Errorf("%s can't be written since an earlier failure: %w", refsName, err)
+		}
+	}
+	b := make([]byte, 0, size)
+	for _, f := range frames {
+		h := head{length: uint32(len(f.payload)), synced: l.end, body: crc32.Checksum(f.payload, castagnoli)}
+		b = append(h.append(b, l.end+int64(len(b)), l.salt), f.payload...)
+		f.after = positionAt(l.end+int64(len(b)), 0)
+	}
+	_, err := l.f.WriteAt(b, l.end)
+	if err == nil {
+		err = l.f.Sync()
+	}
+	if err != nil {
+		l.damaged = err
+		return errors.Join(err, l.rewind())
+	}
+	l.mu.Lock()
+	l.end += int64(len(b))
+	l.mu.Unlock()
+	l.open = frames[len(frames)-1].refs > 0
+	return nil
+}
+
+// rewind drops what a failed write may have left. What is before end was synced earlier and is not touched.
+func (l *refLog) rewind() error {
+	if err := l.f.Truncate(l.end); err != nil {
+		return err
+	}
+	if err := l.f.Sync(); err != nil {
+		return err
+	}
+	l.damaged = nil
+	return nil
+}
+
+// close ends the log with an empty frame, which proves that the frames before it were durable.
+func (l *refLog) close() error {
+	var err error
+	if l.open {
+		_, err = l.put(context.Background(), nil)
+	}
+	return errors.Join(err, l.f.Close())
+}
+
+// Since implements blobstore.Refs. It yields what was durable when the iteration began.
+func (st *Store) Since(ctx context.Context, after blobstore.Position) iter.Seq2[blobstore.PlacedRef, error] {
+	return func(yield func(blobstore.PlacedRef, error) bool) {
+		err := st.refs.since(ctx, after, func(r blobstore.PlacedRef) bool { return yield(r, nil) })
+		if err != nil {
+			yield(blobstore.PlacedRef{}, fmt.Errorf("read refs: %w", err))
+		}
+	}
+}
+
+func (l *refLog) since(ctx context.Context, after blobstore.Position, yield func(blobstore.PlacedRef) bool) error {
+	l.mu.Lock()
+	end := l.end
+	l.mu.Unlock()
+	offset, skip := splitPosition(after)
+	if after == 0 {
+		offset = logHeaderSize
+	}
+	if offset < logHeaderSize || offset > end {
+		return fmt.Errorf("%w: %s ends at byte %d, asked for was byte %d: it was cut, or the position is not of this store",
+			blobstore.ErrDamaged, refsName, end, offset)
+	}
+	r := l.reader(offset, end)
+	for ; ctx.Err() == nil; skip = 0 {
+		start := r.offset
+		refs, err := r.next()
+		if err == io.EOF {
+			return nil
+		} else if err != nil {
+			return err
+		}
+		for i := skip; i < len(refs); i++ {
+			p := positionAt(start, i+1)
+			if i+1 == len(refs) {
+				p = positionAt(r.offset, 0)
+			}
+			if !yield(blobstore.PlacedRef{Ref: refs[i], After: p}) {
+				return nil
+			}
+		}
+	}
+	return ctx.Err()
+}
+
+// logReader reads frame after frame.
+type logReader struct {
+	l      *refLog
+	b      *bufio.Reader
+	offset int64
+	end    int64
+}
+
+func (l *refLog) reader(from, to int64) *logReader {
+	return &logReader{l, bufio.NewReaderSize(io.NewSectionReader(l.f, from, to-from), durable.PieceSize), from, to}
+}
+
+// next returns the refs of the next frame, io.EOF at the end, and an error that is ErrDamaged for what is no frame.
+func (r *logReader) next() ([]blobstore.Ref, error) {
+	if r.offset >= r.end {
+		return nil, io.EOF
+	}
+	refs, size, err := r.frame()
+	if errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) {
+		err = fmt.Errorf("%w: it ends in the middle of a frame", blobstore.ErrDamaged)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("%s at byte %d: %w", refsName, r.offset, err)
+	}
+	r.offset += size
+	return refs, nil
+}
+
+func (r *logReader) frame() ([]blobstore.Ref, int64, error) {
+	var b [frameHead]byte
+	if _, err := io.ReadFull(r.b, b[:]); err != nil {
+		return nil, 0, err
+	}
+	h, ok := parseHead(b[:], r.offset, r.l.salt)
+	if !ok {
+		return nil, 0, fmt.Errorf("%w: no frame begins here", blobstore.ErrDamaged)
+	}
+	payload := make([]byte, h.length)
+	if _, err := io.ReadFull(r.b, payload); err != nil {
+		return nil, 0, err
+	}
+	if crc32.Checksum(payload, castagnoli) != h.body {
+		return nil, 0, fmt.Errorf("%w: checksum does not match", blobstore.ErrDamaged)
+	}
+	refs, err := decodeRefs(payload)
+	if err != nil {
+		return nil, 0, fmt.Errorf("%w: %w", blobstore.ErrDamaged, err)
+	}
+	return refs, h.size(), nil
+}

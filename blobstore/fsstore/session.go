@@ -1,0 +1,300 @@
+package fsstore
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"math"
+	"os"
+
+	"github.com/kiln-registry/kiln-registry/blobstore"
+	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/internal/durable"
+)
+
+// session is one call's hold on an upload. Between calls nothing of an upload is in memory.
+type session struct {
+	st    *Store
+	id    string
+	data  *durable.File
+	state *durable.File
+	hash  identity.Hash // of the first size bytes of data
+	size  int64         // of data
+	saved slot          // the current slot: always durable, except the one that Create made
+	at    int           // which one it is
+
+	failed error // why saving failed; nothing more is saved then
+}
+
+// open takes an upload for one call and brings it into order: afterwards size, hash and the data file agree.
+func (st *Store) open(ctx context.Context, id string) (*session, error) {
+	if err := st.take(id); err != nil {
+		return nil, err
+	}
+	s := &session{st: st, id: id, hash: identity.NewHash()}
+	err := s.load(ctx)
+	switch {
+	case err == nil:
+		return s, nil
+	case errors.Is(err, fs.ErrNotExist):
+		err = blobstore.ErrUploadUnknown
+	case errors.Is(err, blobstore.ErrDamaged):
+		// Nothing in it can be used again, and the client can send it again.
+		err = fmt.Errorf("%w: dropped: %w", blobstore.ErrUploadUnknown, errors.Join(err, st.drop(id)))
+	}
+	s.close()
+	return nil, err
+}
+
+func (s *session) close() {
+	for _, f := range []*durable.File{s.data, s.state} {
+		if f != nil {
+			f.Close() // nothing to lose: what has to be durable is synced
+		}
+	}
+	s.st.give(s.id)
+}
+
+func (s *session) load(ctx context.Context) (err error) {
+	if s.data, err = s.st.disk.OpenFile(s.st.uploadPath(s.id, uploadData), os.O_RDWR, 0); err != nil {
+		return err
+	}
+	if s.state, err = s.st.disk.OpenFile(s.st.uploadPath(s.id, uploadState), os.O_RDWR, 0); err != nil {
+		return err
+	}
+	size, err := s.data.Size()
+	if err != nil {
+		return err
+	}
+	slots, err := readSlots(s.state)
+	if err != nil {
+		return err
+	}
+	at, stale, err := choose(slots, size)
+	if err != nil {
+		return err
+	}
+	s.at, s.saved, s.size = at, *slots[at], slots[at].Covered
+	if err := s.hash.UnmarshalBinary(s.saved.Hash[:s.saved.HashLen]); err != nil {
+		return fmt.Errorf("%w: saved hash state of an upload: %w", blobstore.ErrDamaged, err)
+	}
+	if stale {
+		s.saved.Count = slots[1-at].Count
+	}
+	return s.catchUp(ctx, size, stale)
+}
+
+// catchUp deals with the bytes after the saved state: under the same boot they are what was received, and are hashed;
+// under another nothing is known about them, and they go. A stale slot is overwritten before new bytes can come that
+// would make it look current.
+func (s *session) catchUp(ctx context.Context, size int64, stale bool) error {
+	var boot [36]byte
+	copy(boot[:], s.st.boot)
+	if boot != s.saved.Boot && size > s.size {
+		if err := s.data.Truncate(s.size); err != nil {
+			return err
+		}
+		size = s.size
+	}
+	if size == s.size && !stale {
+		return nil
+	}
+	if err := s.hashTo(ctx, size); err != nil {
+		return err
+	}
+	if stale {
+		s.failed = s.persistNow()
+	}
+	return s.save()
+}
+
+func (s *session) hashTo(ctx context.Context, size int64) error {
+	piece := s.st.pieces.Get().(*[durable.PieceSize]byte)
+	defer s.st.pieces.Put(piece)
+	for s.size < size && ctx.Err() == nil {
+		n, err := s.data.ReadAt(piece[:min(durable.PieceSize, size-s.size)], s.size)
+		if err != nil && !errors.Is(err, io.EOF) || n == 0 {
+			return fmt.Errorf("hash what was received: %w", err)
+		}
+		s.hash.Write(piece[:n])
+		s.size += int64(n)
+	}
+	return ctx.Err()
+}
+
+// check compares what was received with what was promised and what is asked for.
+func (s *session) check(want identity.Digest) error {
+	if a := s.saved.Announced; a >= 0 && a != s.size {
+		return fmt.Errorf("%w: received %d bytes, announced were %d", blobstore.ErrSizeMismatch, s.size, a)
+	}
+	if got := identity.DigestOf(s.hash); got != want {
+		return fmt.Errorf("%w: received %s, asked for %s", blobstore.ErrDigestMismatch, got, want)
+	}
+	if hint := s.saved.Hint; !hint.IsZero() && hint != want {
+		return fmt.Errorf("%w: announced was %s, asked for %s", blobstore.ErrDigestMismatch, hint, want)
+	}
+	return nil
+}
+
+// receive stores and hashes what r has, and saves the state on the way. Size, hash and the data file agree on return,
+// whatever the error. What went wrong with saving is for save to say.
+func (s *session) receive(ctx context.Context, r io.Reader) error {
+	piece := s.st.pieces.Get().(*[durable.PieceSize]byte)
+	defer s.st.pieces.Put(piece)
+	bg := background{s: s}
+	defer bg.wait()
+	announced, room := s.saved.Announced, int64(math.MaxInt64)
+	if announced >= 0 {
+		room = announced - s.size
+	}
+	for bg.step() {
+		if err := ctx.Err(); err != nil {
+			return err
+		}
+		n, rerr := fill(r, piece[:max(1, min(durable.PieceSize, room))])
+		if room -= int64(n); room < 0 {
+			return fmt.Errorf("%w: more than the announced %d bytes", blobstore.ErrSizeMismatch, announced)
+		}
+		if err := s.write(piece[:n]); err != nil {
+			return err
+		}
+		if rerr == io.EOF {
+			return nil
+		} else if rerr != nil {
+			return rerr
+		}
+	}
+	return nil
+}
+
+// fill reads until b is full or r has no more. Unlike io.ReadFull it returns r's own error: a request body that ends
+// too early says so with io.ErrUnexpectedEOF.
+func fill(r io.Reader, b []byte) (n int, err error) {
+	for idle := 0; n < len(b) && err == nil; {
+		var m int
+		m, err = r.Read(b[n:])
+		if n += m; m > 0 {
+			idle = 0
+		} else if idle++; idle >= 100 && err == nil {
+			err = io.ErrNoProgress
+		}
+	}
+	return n, err
+}
+
+// write stores b and hashes what was stored of it. After an error the file ends where the hash does, and the space that
+// was reserved behind is free.
+func (s *session) write(b []byte) error {
+	if len(b) == 0 {
+		return nil
+	}
+	n, err := s.data.WriteAt(b, s.size)
+	s.hash.Write(b[:n])
+	s.size += int64(n)
+	if err != nil {
+		err = errors.Join(err, s.data.Truncate(s.size))
+	}
+	return err
+}
+
+func (sl *slot) setHash(h identity.Hash) error {
+	b, err := h.MarshalBinary()
+	if err != nil {
+		return err
+	}
+	if len(b) > len(sl.Hash) {
+		return fmt.Errorf("hash state has %d bytes, room is for %d", len(b), len(sl.Hash))
+	}
+	sl.HashLen = uint16(copy(sl.Hash[:], b))
+	return nil
+}
+
+// point returns the slot that says where the upload is now.
+func (s *session) point() (sl slot, err error) {
+	sl = s.saved
+	sl.Covered = s.size
+	copy(sl.Boot[:], s.st.boot)
+	return sl, sl.setHash(s.hash)
+}
+
+// save makes everything that was received durable, and then the state. If that fails, now or earlier in the background,
+// the upload goes back to the last state that was saved: after a failed sync nothing is known about the bytes after it.
+func (s *session) save() error {
+	if s.failed == nil && s.saved.Count > 0 && s.saved.Covered == s.size {
+		return nil
+	}
+	if s.failed == nil {
+		s.failed = s.persistNow()
+	}
+	if s.failed == nil {
+		return nil
+	}
+	s.size = s.saved.Covered
+	return fmt.Errorf("save what was received: %w", errors.Join(s.failed, s.data.Truncate(s.size)))
+}
+
+func (s *session) persistNow() error {
+	sl, err := s.point()
+	if err != nil {
+		return err
+	}
+	return s.persist(sl)
+}
+
+// persist syncs the data and then saves sl, which covers no more than what was written before the call. It uses no field
+// of s that receiving changes.
+func (s *session) persist(sl slot) error {
+	if err := s.data.Sync(); err != nil {
+		return err
+	}
+	if s.saved.Count == 0 {
+		dir := s.st.uploadPath("", "")
+		if err := s.st.lobby.Do(func() error { return s.st.disk.SyncDir(dir) }); err != nil {
+			return err
+		}
+	}
+	sl.Count = s.saved.Count + 1
+	if err := writeSlot(s.state, 1-s.at, &sl); err != nil {
+		return err
+	}
+	s.saved, s.at = sl, 1-s.at
+	return nil
+}
+
+// background saves the state while receiving goes on, one save at a time.
+type background struct {
+	s    *session
+	done chan error // of the save in progress; nil when there is none
+}
+
+// step begins a save if enough was received since the last one. It returns false when one has failed.
+func (b *background) step() bool {
+	if b.done != nil {
+		select {
+		case b.s.failed = <-b.done:
+			b.done = nil
+		default:
+			return true
+		}
+	}
+	if b.s.failed != nil || b.s.size-b.s.saved.Covered < b.s.st.every {
+		return b.s.failed == nil
+	}
+	sl, err := b.s.point()
+	if err != nil {
+		b.s.failed = err
+		return false
+	}
+	b.done = make(chan error, 1)
+	go func(done chan<- error) { done <- b.s.persist(sl) }(b.done)
+	return true
+}
+
+// wait returns when no save is in progress.
+func (b *background) wait() {
+	if b.done != nil {
+		b.s.failed, b.done = <-b.done, nil
+	}
+}

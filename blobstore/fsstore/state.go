@@ -1,0 +1,115 @@
+package fsstore
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"hash/crc32"
+	"os"
+
+	"github.com/kiln-registry/kiln-registry/blobstore"
+	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/internal/durable"
+)
+
+// An upload's state file has two slots, a page apart. A save goes into the slot that does not hold the current state,
+// in place, so that it needs no space and a torn write leaves the current state as it was. The bytes that a slot covers
+// were synced before it was written. The slot with the higher Count is the current one, except that a save that failed
+// may have reached the disk all the same: see session.load.
+const (
+	slotSpacing = 4096
+	slotMagic   = "KUP1"
+	slotPrefix  = 8 // magic and CRC-32C of the rest
+)
+
+var castagnoli = crc32.MakeTable(crc32.Castagnoli)
+
+// slot is one saved state of an upload. Integers are little-endian on disk.
+type slot struct {
+	Count     uint64          // of saves of this upload; 0 is the one that Create made
+	Covered   int64           // bytes of the data file that are synced and that Hash covers
+	Announced int64           // bytes to come in all; negative when not known
+	Hint      identity.Digest // the digest to come; zero when not known
+	Boot      [36]byte        // the run of the kernel that the slot was written under
+	HashLen   uint16
+	Hash      [128]byte // saved state of identity.NewHash
+}
+
+func (sl *slot) encode() ([]byte, error) {
+	b, err := binary.Append(make([]byte, slotPrefix), binary.LittleEndian, sl)
+	if err != nil {
+		return nil, err
+	}
+	copy(b, slotMagic)
+	binary.LittleEndian.PutUint32(b[4:], crc32.Checksum(b[slotPrefix:], castagnoli))
+	return b, nil
+}
+
+// decodeSlot returns nil for bytes that are no whole slot.
+func decodeSlot(b []byte) *slot {
+	var sl slot
+	n := slotPrefix + binary.Size(sl)
+	if len(b) < n || string(b[:4]) != slotMagic {
+		return nil
+	}
+	if binary.LittleEndian.Uint32(b[4:]) != crc32.Checksum(b[slotPrefix:n], castagnoli) {
+		return nil
+	}
+	if _, err := binary.Decode(b[slotPrefix:n], binary.LittleEndian, &sl); err != nil || int(sl.HashLen) > len(sl.Hash) {
+		return nil
+	}
+	return &sl
+}
+
+// createState makes the state file of a new upload with its first slot. It is not synced: the first save does that.
+func createState(disk durable.Disk, path string, sl *slot) error {
+	b, err := sl.encode()
+	if err != nil {
+		return err
+	}
+	f, err := disk.OpenFile(path, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
+	if err != nil {
+		return err
+	}
+	both := make([]byte, 2*slotSpacing)
+	copy(both, b)
+	_, err = f.Write(both)
+	return errors.Join(err, f.Close())
+}
+
+// readSlots returns the slots of a state file; one that is torn or never written is nil.
+func readSlots(f *durable.File) (slots [2]*slot, err error) {
+	b := make([]byte, 2*slotSpacing)
+	if _, err := f.ReadAt(b, 0); err != nil {
+		return slots, fmt.Errorf("%w: read %s: %w", blobstore.ErrDamaged, f.Name(), err)
+	}
+	return [2]*slot{decodeSlot(b[:slotSpacing]), decodeSlot(b[slotSpacing:])}, nil
+}
+
+// writeSlot saves a state durably.
+func writeSlot(f *durable.File, at int, sl *slot) error {
+	b, err := sl.encode()
+	if err != nil {
+		return err
+	}
+	if _, err := f.WriteAt(b, int64(at)*slotSpacing); err != nil {
+		return err
+	}
+	return f.Sync()
+}
+
+// choose returns the current slot for a data file of the given size: the last one whose bytes are all there. stale says
+// that a later one is in the file, left by a save that was reported as failed and whose bytes were dropped.
+func choose(slots [2]*slot, size int64) (at int, stale bool, err error) {
+	at = -1
+	for i, sl := range slots {
+		if sl != nil && sl.Covered <= size && (at < 0 || sl.Count > slots[at].Count) {
+			at = i
+		}
+	}
+	if at < 0 {
+		return 0, false, fmt.Errorf("%w: no saved state covers the %d bytes that are there", blobstore.ErrDamaged, size)
+	}
+	other := slots[1-at]
+	return at, other != nil && other.Count > slots[at].Count, nil
+}

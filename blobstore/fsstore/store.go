@@ -1,0 +1,374 @@
+// Package fsstore keeps blobs, uploads and refs in a folder of a local filesystem. One process owns the folder at a
+// time. What it holds:
+//
+//	store.json               says that this is a store, and of which format
+//	blobs/sha256/ab/abcd…    one file per blob, mode 0444, named by its digest
+//	uploads/ID.data          the bytes of an open upload
+//	uploads/ID.state         its saved hash state, see state.go
+//	refs.log                 the refs, see frame.go
+//	LOCK                     the lock of the owning process
+//
+// Other files beside these are left alone.
+package fsstore
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"syscall"
+
+	"github.com/kiln-registry/kiln-registry/blobstore"
+	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/internal/durable"
+)
+
+// The names in a store's folder.
+const (
+	markerName  = "store.json"
+	lockName    = "LOCK"
+	refsName    = "refs.log"
+	blobsName   = "blobs"
+	hashName    = "sha256"
+	uploadsName = "uploads"
+)
+
+// formatName and formatVersion stand in store.json. A store of a higher version is refused.
+const (
+	formatName    = "kiln-store"
+	formatVersion = 1
+)
+
+// syncEvery is how many bytes an Append lets pass before it syncs them and saves the hash state in the background:
+// what a killed process has to hash again is bounded by about twice this.
+const syncEvery = 64 << 20
+
+// Options are choices of Open. The zero Options are the usual ones.
+type Options struct {
+	// Notify, if set, is told what an operator should know about how the store was found, one line each.
+	Notify func(string)
+	// Disk is how files are changed. Only tests set it.
+	Disk durable.Disk
+}
+
+// Store is a store in a folder. It implements blobstore.Store, Uploads and Refs.
+type Store struct {
+	dir     string
+	disk    durable.Disk
+	boot    string
+	lock    *durable.Lock
+	refs    *refLog
+	closed  atomic.Bool
+	pieces  sync.Pool // *[durable.PieceSize]byte
+	names   names
+	shelves [256]durable.Group // syncs of blobs/sha256/XX
+	lobby   durable.Group      // syncs of uploads
+	mu      sync.Mutex         // guards busy
+	busy    map[string]bool    // uploads that Append, Commit, Abort or Resume works on
+	every   int64              // syncEvery, smaller in tests
+}
+
+var (
+	_ blobstore.Store   = (*Store)(nil)
+	_ blobstore.Uploads = (*Store)(nil)
+	_ blobstore.Refs    = (*Store)(nil)
+)
+
+// Init makes the folder dir, which may be missing or empty, a store. It is durable on return. It does nothing if dir is
+// a store already, and returns blobstore.ErrNotStore if it holds anything else.
+func Init(dir string) error {
+	var disk durable.Disk
+	if err := disk.MkdirAll(dir, 0o755); err != nil {
+		return fmt.Errorf("make store %s: %w", dir, err)
+	}
+	switch err := checkMarker(dir); {
+	case err == nil:
+		return nil
+	case !errors.Is(err, blobstore.ErrNotStore):
+		return err
+	}
+	if err := checkEmpty(dir); err != nil {
+		return err
+	}
+	lock, err := durable.Acquire(filepath.Join(dir, lockName))
+	if err != nil {
+		return fmt.Errorf("make store %s: %w", dir, err)
+	}
+	err = build(disk, dir)
+	if err = errors.Join(err, lock.Release()); err != nil {
+		return fmt.Errorf("make store %s: %w", dir, err)
+	}
+	return nil
+}
+
+// build writes everything that a new store has, the marker last.
+func build(disk durable.Disk, dir string) error {
+	if err := disk.MkdirAll(filepath.Join(dir, uploadsName), 0o755); err != nil {
+		return err
+	}
+	if err := makeShelves(disk, dir); err != nil {
+		return err
+	}
+	if err := disk.WriteFile(filepath.Join(dir, refsName), newLogHeader(), 0o644); err != nil {
+		return err
+	}
+	marker, err := json.Marshal(marker{formatName, formatVersion})
+	if err != nil {
+		return err
+	}
+	return disk.WriteFile(filepath.Join(dir, markerName), append(marker, '\n'), 0o644)
+}
+
+type marker struct {
+	Format  string `json:"format"`
+	Version int    `json:"version"`
+}
+
+// checkMarker says whether dir is a store that this program can use.
+func checkMarker(dir string) error {
+	b, err := os.ReadFile(filepath.Join(dir, markerName))
+	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, syscall.ENOTDIR) {
+		return fmt.Errorf("%s: %w: %s", dir, blobstore.ErrNotStore, describe(dir))
+	} else if err != nil {
+		return fmt.Errorf("open store: %w", err)
+	}
+	var m marker
+	if err := json.Unmarshal(b, &m); err != nil || m.Format != formatName || m.Version < 1 {
+		return fmt.Errorf("%s: %w: %s is not what this program writes", dir, blobstore.ErrDamaged, markerName)
+	}
+	if m.Version > formatVersion {
+		return fmt.Errorf("%s is a store of format %d: this program knows formats up to %d", dir, m.Version, formatVersion)
+	}
+	return nil
+}
+
+// describe says in words what is at dir instead of a store.
+func describe(dir string) string {
+	found, err := os.ReadDir(dir)
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
+		return "there is no such folder"
+	case err != nil:
+		return err.Error()
+	case len(found) == 0:
+		return "the folder is empty"
+	}
+	var some []string
+	for _, e := range found[:min(3, len(found))] {
+		some = append(some, e.Name())
+	}
+	more := ""
+	if n := len(found) - len(some); n > 0 {
+		more = fmt.Sprintf(" and %d more", n)
+	}
+	return fmt.Sprintf("it has no %s, but %s%s", markerName, strings.Join(some, ", "), more)
+}
+
+// checkEmpty refuses a folder that holds anything but what an Init leaves behind that was killed.
+func checkEmpty(dir string) error {
+	found, err := os.ReadDir(dir)
+	if err != nil {
+		return fmt.Errorf("make store: %w", err)
+	}
+	for _, e := range found {
+		if !leftover(dir, e) {
+			return fmt.Errorf("%s: %w: %s", dir, blobstore.ErrNotStore, describe(dir))
+		}
+	}
+	return nil
+}
+
+func leftover(dir string, e fs.DirEntry) bool {
+	switch name := e.Name(); name {
+	case lockName, "lost+found":
+		return true
+	case refsName:
+		st, err := e.Info()
+		return err == nil && st.Size() <= logHeaderSize
+	case blobsName, uploadsName:
+		files := 0
+		err := filepath.WalkDir(filepath.Join(dir, name), func(_ string, e fs.DirEntry, err error) error {
+			if err == nil && !e.IsDir() {
+				files++
+			}
+			return err
+		})
+		return err == nil && files == 0
+	default:
+		return strings.HasPrefix(name, durable.TempPrefix(refsName)) || strings.HasPrefix(name, durable.TempPrefix(markerName))
+	}
+}
+
+// makeShelves makes the 256 folders of blobs that are missing.
+func makeShelves(disk durable.Disk, dir string) error {
+	if err := disk.MkdirAll(filepath.Join(dir, blobsName, hashName), 0o755); err != nil {
+		return err
+	}
+	var missing []string
+	for i := range 256 {
+		path := shelf(dir, byte(i))
+		if _, err := os.Stat(path); errors.Is(err, fs.ErrNotExist) {
+			missing = append(missing, path)
+		}
+	}
+	return disk.Mkdir(0o755, missing...)
+}
+
+func shelf(dir string, first byte) string {
+	return filepath.Join(dir, blobsName, hashName, fmt.Sprintf("%02x", first))
+}
+
+// Open opens the store in dir and takes its lock. The error is blobstore.ErrNotStore if there is none,
+// blobstore.ErrDamaged if its records do not read back, and durable.ErrLocked, with the process, if it is in use.
+// All that the store shows is durable on return, also what a killed process had not yet acknowledged.
+func Open(dir string, o Options) (*Store, error) {
+	if err := checkMarker(dir); err != nil {
+		return nil, err
+	}
+	lock, err := durable.Acquire(filepath.Join(dir, lockName))
+	if err != nil {
+		return nil, fmt.Errorf("open store: %w", err)
+	}
+	st := &Store{dir: dir, disk: o.Disk, lock: lock, busy: map[string]bool{}, every: syncEvery}
+	st.pieces.New = func() any { return new([durable.PieceSize]byte) }
+	if err := st.recover(o.Notify); err != nil {
+		lock.Release()
+		return nil, fmt.Errorf("open store %s: %w", dir, err)
+	}
+	return st, nil
+}
+
+// recover brings what an earlier process left into order.
+func (st *Store) recover(notify func(string)) (err error) {
+	if notify == nil {
+		notify = func(string) {}
+	}
+	if st.boot, err = st.disk.BootID(); err != nil {
+		return err
+	}
+	if err := makeShelves(st.disk, st.dir); err != nil {
+		return err
+	}
+	for i := range 256 {
+		if err := st.disk.SyncDir(shelf(st.dir, byte(i))); err != nil {
+			return err
+		}
+	}
+	if err := st.sweep(notify); err != nil {
+		return err
+	}
+	st.refs, err = openLog(st.disk, filepath.Join(st.dir, refsName), notify)
+	return err
+}
+
+// sweep removes the halves of uploads that a killed process was creating, committing or dropping.
+func (st *Store) sweep(notify func(string)) error {
+	if err := st.disk.MkdirAll(filepath.Join(st.dir, uploadsName), 0o755); err != nil {
+		return err
+	}
+	halves := map[string]string{uploadData: uploadState, uploadState: uploadData}
+	return st.eachUploadFile(context.Background(), func(id, ext string) error {
+		other := st.uploadPath(id, halves[ext])
+		if _, err := os.Lstat(other); !errors.Is(err, fs.ErrNotExist) {
+			return err
+		}
+		notify(fmt.Sprintf("removed %s%s: %s of that upload is not there", id, ext, filepath.Base(other)))
+		return st.disk.Remove(st.uploadPath(id, ext))
+	})
+}
+
+// Close gives the store back. No other call may be running or follow.
+func (st *Store) Close() error {
+	if st.closed.Swap(true) {
+		return nil
+	}
+	return errors.Join(st.refs.close(), st.lock.Release())
+}
+
+// Put implements blobstore.Refs.
+func (st *Store) Put(ctx context.Context, refs ...blobstore.Ref) (blobstore.Position, error) {
+	return st.refs.put(ctx, refs)
+}
+
+// full marks an error that means that the disk or the quota is used up.
+func full(err error) error {
+	if errors.Is(err, syscall.ENOSPC) || errors.Is(err, syscall.EDQUOT) {
+		return fmt.Errorf("%w: %w", blobstore.ErrNoSpace, err)
+	}
+	return err
+}
+
+// names guards the names of blobs. At most one call at a time changes the blob of a digest, and a name that is not yet
+// durable is hidden from readers.
+type names struct {
+	mu sync.Mutex
+	m  map[identity.Digest]*name
+}
+
+type name struct {
+	sync.Mutex
+	users  int
+	hidden bool // guarded by names.mu
+}
+
+// lock waits for the digest's turn and returns what gives it back.
+func (ns *names) lock(d identity.Digest) (unlock func()) {
+	ns.mu.Lock()
+	if ns.m == nil {
+		ns.m = map[identity.Digest]*name{}
+	}
+	n := ns.m[d]
+	if n == nil {
+		n = &name{}
+		ns.m[d] = n
+	}
+	n.users++
+	ns.mu.Unlock()
+	n.Lock()
+	return func() {
+		n.Unlock()
+		ns.mu.Lock()
+		defer ns.mu.Unlock()
+		if n.users--; n.users == 0 && !n.hidden {
+			delete(ns.m, d)
+		}
+	}
+}
+
+// hide says whether readers see the blob of d from now on. The caller holds the lock of d.
+func (ns *names) hide(d identity.Digest, hidden bool) {
+	ns.mu.Lock()
+	defer ns.mu.Unlock()
+	ns.m[d].hidden = hidden
+}
+
+func (ns *names) isHidden(d identity.Digest) bool {
+	ns.mu.Lock()
+	defer ns.mu.Unlock()
+	n := ns.m[d]
+	return n != nil && n.hidden
+}
+
+// page is how many names a listing holds in memory at a time.
+const page = 4096
+
+// smallest keeps the page smallest strings that it is shown, in ascending order after sort.
+type smallest []string
+
+func (s *smallest) add(name string) {
+	if *s = append(*s, name); len(*s) >= 2*page {
+		s.trim()
+	}
+}
+
+func (s *smallest) trim() {
+	slices.Sort(*s)
+	*s = (*s)[:min(page, len(*s))]
+}

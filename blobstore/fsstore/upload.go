@@ -1,0 +1,242 @@
+package fsstore
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"iter"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync/atomic"
+
+	"github.com/kiln-registry/kiln-registry/blobstore"
+	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/internal/durable"
+)
+
+// The two files of an upload.
+const (
+	uploadData  = ".data"
+	uploadState = ".state"
+)
+
+// reserveFrom is the announced size from which Create takes the disk space at once.
+const reserveFrom = 1 << 20
+
+func (st *Store) uploadPath(id, ext string) string { return filepath.Join(st.dir, uploadsName, id+ext) }
+
+// validID says whether id can be one of ours. It is what keeps a request from naming other files.
+func validID(id string) bool {
+	return len(id) == 32 && strings.Trim(id, "0123456789abcdef") == ""
+}
+
+// Create implements blobstore.Store. The space for an announced size is taken at once, so that ErrNoSpace comes before
+// the bytes do. The upload itself becomes durable with its first Append.
+func (st *Store) Create(ctx context.Context, hint identity.Digest, size int64) (blobstore.Upload, error) {
+	id, err := st.create(hint, size)
+	if err != nil {
+		return nil, fmt.Errorf("create upload: %w", full(err))
+	}
+	return &upload{st: st, id: id}, nil
+}
+
+func (st *Store) create(hint identity.Digest, size int64) (id string, err error) {
+	free, err := durable.Free(st.dir)
+	if err != nil {
+		return "", err
+	}
+	if size > free {
+		return "", fmt.Errorf("%w: %d bytes to come, %d bytes free", blobstore.ErrNoSpace, size, free)
+	}
+	first := slot{Announced: max(size, -1), Hint: hint}
+	copy(first.Boot[:], st.boot)
+	if err := first.setHash(identity.NewHash()); err != nil {
+		return "", err
+	}
+	var random [16]byte
+	rand.Read(random[:])
+	id = hex.EncodeToString(random[:])
+	if err = createState(st.disk, st.uploadPath(id, uploadState), &first); err == nil {
+		err = st.createData(id, size)
+	}
+	if err != nil {
+		st.drop(id)
+		return "", err
+	}
+	return id, nil
+}
+
+func (st *Store) createData(id string, size int64) error {
+	f, err := st.disk.OpenFile(st.uploadPath(id, uploadData), os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
+	if err != nil {
+		return err
+	}
+	if size >= reserveFrom {
+		err = f.Reserve(size)
+	}
+	return errors.Join(err, f.Close())
+}
+
+// drop removes the files of an upload, the one that makes it an upload first.
+func (st *Store) drop(id string) error {
+	return errors.Join(st.disk.Remove(st.uploadPath(id, uploadData)), st.disk.Remove(st.uploadPath(id, uploadState)))
+}
+
+// Resume implements blobstore.Store. After the death of the process the upload goes on with every byte that it had
+// received: those after the last saved state are still in the system's cache, are hashed now and made durable. After
+// another start of the machine they are dropped, as nothing says that they reached the disk.
+func (st *Store) Resume(ctx context.Context, id string) (blobstore.Upload, error) {
+	s, err := st.open(ctx, id)
+	switch {
+	case errors.Is(err, blobstore.ErrUploadBusy): // in order, then, and open in this process
+	case err != nil:
+		return nil, fmt.Errorf("resume upload %s: %w", id, err)
+	default:
+		s.close()
+	}
+	return &upload{st: st, id: id}, nil
+}
+
+// Uploads implements blobstore.Uploads.
+func (st *Store) Uploads(ctx context.Context) iter.Seq2[blobstore.UploadInfo, error] {
+	return func(yield func(blobstore.UploadInfo, error) bool) {
+		err := st.eachUploadFile(ctx, func(id, ext string) error {
+			fi, err := os.Lstat(st.uploadPath(id, ext))
+			if ext != uploadData || errors.Is(err, fs.ErrNotExist) {
+				return nil
+			} else if err != nil {
+				return err
+			}
+			if !yield(blobstore.UploadInfo{ID: id, Size: fi.Size(), Touched: fi.ModTime()}, nil) {
+				return errStop
+			}
+			return nil
+		})
+		if err != nil && err != errStop {
+			yield(blobstore.UploadInfo{}, fmt.Errorf("list uploads: %w", err))
+		}
+	}
+}
+
+var errStop = errors.New("stop")
+
+func (st *Store) eachUploadFile(ctx context.Context, fn func(id, ext string) error) error {
+	return eachName(ctx, filepath.Join(st.dir, uploadsName), func(name string) error {
+		id, ext := strings.TrimSuffix(name, filepath.Ext(name)), filepath.Ext(name)
+		if !validID(id) || ext != uploadData && ext != uploadState {
+			return nil
+		}
+		return fn(id, ext)
+	})
+}
+
+// take makes id busy until give.
+func (st *Store) take(id string) error {
+	if !validID(id) {
+		return blobstore.ErrUploadUnknown
+	}
+	if st.closed.Load() {
+		return os.ErrClosed
+	}
+	st.mu.Lock()
+	defer st.mu.Unlock()
+	if st.busy[id] {
+		return blobstore.ErrUploadBusy
+	}
+	st.busy[id] = true
+	return nil
+}
+
+func (st *Store) give(id string) {
+	st.mu.Lock()
+	defer st.mu.Unlock()
+	delete(st.busy, id)
+}
+
+// upload is a handle: what an upload is stands in its two files, so handles of one id need not know of each other.
+type upload struct {
+	st   *Store
+	id   string
+	size atomic.Int64 // when last seen
+}
+
+func (u *upload) ID() string { return u.id }
+
+// Size returns the bytes received, also while an Append runs. After the end of the upload it is what was last seen.
+func (u *upload) Size() int64 {
+	if fi, err := os.Lstat(u.st.uploadPath(u.id, uploadData)); err == nil {
+		u.size.Store(fi.Size())
+	}
+	return u.size.Load()
+}
+
+// Append implements blobstore.Upload. It gives up when ctx ends, between two reads of r, and keeps what it has.
+func (u *upload) Append(ctx context.Context, off int64, r io.Reader) (int64, error) {
+	s, err := u.st.open(ctx, u.id)
+	if err != nil {
+		return 0, fmt.Errorf("append to upload %s: %w", u.id, err)
+	}
+	defer s.close()
+	if off != s.size {
+		return 0, fmt.Errorf("append to upload %s: %w: it has %d bytes, not %d", u.id, blobstore.ErrOffset, s.size, off)
+	}
+	err = s.receive(ctx, r)
+	if saved := s.save(); saved != nil {
+		err = errors.Join(err, saved)
+	}
+	u.size.Store(s.size)
+	if err != nil {
+		err = fmt.Errorf("append to upload %s: %w", u.id, full(err))
+	}
+	return s.size - off, err
+}
+
+// Commit implements blobstore.Upload. An announced digest or size that does not come true is a mismatch.
+func (u *upload) Commit(ctx context.Context, want identity.Digest) (blobstore.Info, error) {
+	i, err := u.commit(ctx, want)
+	if err != nil {
+		err = fmt.Errorf("commit upload %s: %w", u.id, full(err))
+	}
+	return i, err
+}
+
+func (u *upload) commit(ctx context.Context, want identity.Digest) (blobstore.Info, error) {
+	s, err := u.st.open(ctx, u.id)
+	if err != nil {
+		return blobstore.Info{}, err
+	}
+	defer s.close()
+	u.size.Store(s.size)
+	if err := s.check(want); err != nil {
+		return blobstore.Info{}, errors.Join(err, u.st.drop(u.id))
+	}
+	if err := s.save(); err != nil {
+		return blobstore.Info{}, err
+	}
+	i, err := u.st.publish(ctx, s, want)
+	if err != nil {
+		return blobstore.Info{}, err
+	}
+	// The blob stands: what can't be removed now is found by the next Open, or by a purge of uploads.
+	_ = u.st.drop(u.id)
+	return i, nil
+}
+
+// Abort implements blobstore.Upload.
+func (u *upload) Abort(ctx context.Context) error {
+	u.Size()
+	err := u.st.take(u.id)
+	if err == nil {
+		defer u.st.give(u.id)
+		err = u.st.drop(u.id)
+	}
+	if err != nil {
+		err = fmt.Errorf("abort upload %s: %w", u.id, err)
+	}
+	return err
+}
