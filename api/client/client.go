@@ -21,6 +21,9 @@ import (
 
 	"oras.land/oras-go/v2/registry/remote/auth"
 	"oras.land/oras-go/v2/registry/remote/credentials"
+	"oras.land/oras-go/v2/registry/remote/errcode"
+
+	"github.com/kiln-registry/kiln-registry/api"
 )
 
 const (
@@ -248,6 +251,9 @@ func (c *Client) do(ctx context.Context, r call, want ...int) (*http.Response, e
 	resp, err := c.send(ctx, r, u, watch)
 	if err != nil {
 		defer watch.stop()
+		if s := refusedLogin(err, r, u); s != nil {
+			return nil, s
+		}
 		return nil, fmt.Errorf("%s %s: %w", r.method, trimQuery(u), watch.cause(plain(err)))
 	}
 	c.met.Store(true)
@@ -306,6 +312,23 @@ func (c *Client) send(ctx context.Context, r call, u *url.URL, watch *watch) (*h
 		req.Header.Set("Authorization", "Bearer "+c.token)
 	}
 	return c.auth.Do(req)
+}
+
+// refusedLogin is the answer of a registry that asked for a login when there is none to give, or when the place that
+// hands out tokens refuses the one there is. It is nil for every other error.
+func refusedLogin(err error, r call, u *url.URL) error {
+	s := &StatusError{Host: u.Host, Method: r.method, Path: u.EscapedPath(), Status: http.StatusUnauthorized, Err: api.ErrUnauthorized}
+	var answer *errcode.ErrorResponse
+	switch {
+	case errors.Is(err, auth.ErrBasicCredentialNotFound):
+		return s
+	case errors.As(err, &answer) && answer.StatusCode == http.StatusUnauthorized:
+		return s
+	case errors.As(err, &answer) && answer.StatusCode == http.StatusForbidden:
+		s.Status, s.Err = http.StatusForbidden, api.ErrDenied
+		return s
+	}
+	return nil
 }
 
 // plain takes the URL, which may hold the signature of a presigned link, out of an error of net/http.

@@ -103,7 +103,7 @@ func (u *Upload) Append(ctx context.Context, r io.Reader, n int64) error {
 	if n <= 0 {
 		return nil
 	}
-	l := &lent{r: r, moved: u.c.moved.Add}
+	l := &lent{r: r, n: n, left: n, moved: u.c.moved.Add}
 	defer l.revoke()
 	resp, err := u.c.do(ctx, call{
 		method: http.MethodPatch, path: u.location, repo: u.repo, missing: api.ErrBlobUploadUnknown,
@@ -162,10 +162,12 @@ func checkDigestHeader(resp *http.Response, d identity.Digest) error {
 	return nil
 }
 
-// lent gives a reader to net/http, which may go on reading after a request has failed, until revoke takes it back.
+// lent gives n bytes of a reader to net/http, which may go on reading after a request has failed, until revoke takes it back.
 type lent struct {
 	mu    sync.Mutex
 	r     io.Reader
+	n     int64 // bytes of one request
+	left  int64
 	moved func(int64) int64
 }
 
@@ -175,7 +177,11 @@ func (l *lent) Read(p []byte) (int, error) {
 	if l.r == nil {
 		return 0, io.ErrClosedPipe
 	}
-	n, err := l.r.Read(p)
+	if l.left == 0 {
+		return 0, io.EOF
+	}
+	n, err := l.r.Read(p[:min(int64(len(p)), l.left)])
+	l.left -= int64(n)
 	l.moved(int64(n))
 	return n, err
 }
@@ -199,6 +205,7 @@ func (l *lent) rewind(r io.Reader) func() (io.Reader, error) {
 	return func() (io.Reader, error) {
 		l.mu.Lock()
 		defer l.mu.Unlock()
+		l.left = l.n
 		_, err := s.Seek(start, io.SeekStart)
 		return l, err
 	}

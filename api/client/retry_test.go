@@ -1,0 +1,200 @@
+package client
+
+import (
+	"context"
+	"errors"
+	"io"
+	"net"
+	"net/http"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"testing/synctest"
+	"time"
+)
+
+func fresh(t *testing.T) *Client {
+	t.Helper()
+	c, err := New("localhost", Options{Token: "none"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	c.met.Store(true)
+	return c
+}
+
+func TestRetryAfterIsShared(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c, start := fresh(t), time.Now()
+		var asked atomic.Bool
+		var wg sync.WaitGroup
+		for range 8 {
+			wg.Go(func() {
+				err := c.Retry(t.Context(), "blob", func() error {
+					if since := time.Since(start); since > 0 && since < 7*time.Second {
+						t.Errorf("asked again after %s", since)
+					}
+					if asked.CompareAndSwap(false, true) {
+						return &StatusError{Status: http.StatusTooManyRequests, RetryAfter: 7 * time.Second}
+					}
+					if time.Since(start) == 0 {
+						return io.ErrUnexpectedEOF
+					}
+					return nil
+				})
+				if err != nil {
+					t.Error(err)
+				}
+			})
+		}
+		wg.Wait()
+		if took := time.Since(start); took > 10*time.Second {
+			t.Errorf("took %s", took)
+		}
+	})
+}
+
+func TestRetryEnds(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c, start := fresh(t), time.Now()
+		var requests atomic.Int64
+		var wg sync.WaitGroup
+		for range 8 {
+			wg.Go(func() {
+				err := c.Retry(t.Context(), "blob", func() error {
+					requests.Add(1)
+					return &StatusError{Status: http.StatusServiceUnavailable}
+				})
+				var s *StatusError
+				if !errors.As(err, &s) || s.Status != http.StatusServiceUnavailable {
+					t.Errorf("last error is lost: %v", err)
+				}
+			})
+		}
+		wg.Wait()
+		if took := time.Since(start); requests.Load() != 8*maxTries || took > time.Minute || took < 10*time.Second {
+			t.Errorf("%d requests in %s", requests.Load(), took)
+		}
+	})
+}
+
+func TestRetryProgress(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c, tries := fresh(t), 0
+		err := c.Retry(t.Context(), "blob", func() error {
+			if tries++; tries == 50 {
+				return nil
+			}
+			c.moved.Add(1)
+			return io.ErrUnexpectedEOF
+		})
+		if err != nil || tries != 50 {
+			t.Errorf("%d tries with progress: %v", tries, err)
+		}
+		for _, final := range []error{io.ErrShortWrite, &StatusError{Status: 404}, &StatusError{Status: 403}, context.Canceled} {
+			tries = 0
+			if err := c.Retry(t.Context(), "x", func() error { tries++; return final }); tries != 1 || !errors.Is(err, final) {
+				t.Errorf("%v: %d tries, %v", final, tries, err)
+			}
+		}
+		hour := &StatusError{Status: 429, RetryAfter: time.Hour}
+		tries = 0
+		if err := c.Retry(t.Context(), "x", func() error { tries++; return hour }); tries != 1 || err == nil {
+			t.Errorf("Retry-After of an hour: %d tries, %v", tries, err)
+		}
+		ctx, cancel := context.WithCancel(t.Context())
+		time.AfterFunc(100*time.Millisecond, cancel)
+		start := time.Now()
+		if err := c.Retry(ctx, "x", func() error { return io.ErrUnexpectedEOF }); err == nil || time.Since(start) > time.Second {
+			t.Errorf("cancelled after 100 ms, returned %v after %s", err, time.Since(start))
+		}
+	})
+}
+
+func TestParseRetryAfter(t *testing.T) {
+	now := time.Date(2026, 3, 1, 12, 0, 0, 0, time.UTC)
+	for v, want := range map[string]time.Duration{
+		"": 0, "7": 7 * time.Second, "-3": 0, "soon": 0, "0": 0, "Sun, 01 Mar 2026 12:00:09 GMT": 9 * time.Second,
+		"Sun, 01 Mar 2026 11:00:00 GMT": 0, "99999999999999999999": 0,
+	} {
+		if got := parseRetryAfter(v, now); got != want {
+			t.Errorf("%q: %s, want %s", v, got, want)
+		}
+	}
+}
+
+// pipes is a network in memory, whose time a synctest bubble can move.
+type pipes struct {
+	conns  chan net.Conn
+	closed chan struct{}
+}
+
+func (p pipes) Accept() (net.Conn, error) {
+	select {
+	case c := <-p.conns:
+		return c, nil
+	case <-p.closed:
+		return nil, net.ErrClosed
+	}
+}
+func (p pipes) Close() error   { close(p.closed); return nil }
+func (p pipes) Addr() net.Addr { return &net.UnixAddr{Name: "pipe"} }
+
+func (p pipes) dial(context.Context, string, string) (net.Conn, error) {
+	a, b := net.Pipe()
+	p.conns <- b
+	return conn{a}, nil
+}
+
+// TestIdle cuts a transfer that stalls, in either direction, and lets one alone that is merely slow.
+func TestIdle(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		p, end := pipes{make(chan net.Conn), make(chan struct{})}, make(chan struct{})
+		srv := &http.Server{Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			switch {
+			case r.Method == http.MethodPatch: // takes nothing
+				<-end
+				return
+			case strings.HasPrefix(r.URL.Path, "/v2/silent/"):
+				<-r.Context().Done()
+				return
+			}
+			w.Header().Set("Content-Length", "16")
+			for i := range content {
+				if i == 8 && strings.HasPrefix(r.URL.Path, "/v2/stalls/") {
+					<-r.Context().Done()
+					return
+				}
+				w.Write(content[i : i+1])
+				w.(http.Flusher).Flush()
+				time.Sleep(50 * time.Second) // of the bubble
+			}
+		})}
+		done := make(chan error)
+		go func() { done <- srv.Serve(p) }()
+		c := fresh(t)
+		transport := c.auth.Client.Transport.(*http.Transport)
+		transport.DialContext = p.dial
+
+		for repo, wantBytes := range map[string]int{"slow": 16, "stalls": 8, "silent": 0} {
+			start, got := time.Now(), []byte(nil)
+			body, err := c.Blob(t.Context(), repo, digest, 0, 16, 16)
+			if err == nil {
+				got, err = io.ReadAll(body)
+				body.Close()
+			}
+			if len(got) != wantBytes || (wantBytes == 16) != (err == nil) || err != nil && (!errors.Is(err, ErrIdle) || !Temporary(err)) {
+				t.Errorf("%s: %d bytes in %s, %v", repo, len(got), time.Since(start), err)
+			}
+		}
+		u := &Upload{c: c, repo: "m", location: "/v2/m/blobs/uploads/1"}
+		if err := u.Append(t.Context(), strings.NewReader(strings.Repeat("x", 2<<20)), 2<<20); !errors.Is(err, ErrIdle) {
+			t.Errorf("upload: %v", err)
+		}
+		c.Close()
+		close(end)
+		srv.Close()
+		<-done
+	})
+}
