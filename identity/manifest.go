@@ -1,7 +1,6 @@
 package identity
 
 import (
-	"cmp"
 	"encoding/binary"
 	"slices"
 )
@@ -13,6 +12,7 @@ const (
 	SchemaVersion      = 1
 	MaxShards          = 4096 // Kiln's limit on the shards of one base
 	MaxFilename        = 255  // bytes
+	Extension          = ".safetensors"
 )
 
 // Shard is one safetensors file of a base model.
@@ -40,15 +40,18 @@ type Summary struct {
 }
 
 // New sorts shards by file name, totals and sums them, and returns the manifest if it is valid. It does not keep
-// or change the slice.
+// or change the slice. The error is an *Error; its shard index counts in the order of file name.
 func New(shards []Shard) (Manifest, error) {
 	m := Manifest{Shards: slices.Clone(shards)}
-	slices.SortFunc(m.Shards, func(a, b Shard) int { return cmp.Compare(a.Filename, b.Filename) })
+	slices.SortFunc(m.Shards, compareName)
 	for _, s := range m.Shards {
 		m.TotalSize += s.Size
 	}
+	if err := m.validateShards(); err != nil {
+		return Manifest{}, err
+	}
 	m.Aggregate = aggregate(m.Shards)
-	return m, m.Validate()
+	return m, nil
 }
 
 // Summary returns the bounded form of m.
@@ -62,10 +65,7 @@ func (m Manifest) SameContent(o Manifest) bool { return m.Aggregate == o.Aggrega
 // aggregate hashes the domain and a NUL, the count, and for each record its size and digest, integers as 8
 // little-endian bytes, records in the order of digest and then of numeric size.
 func aggregate(shards []Shard) Aggregate {
-	rec := slices.Clone(shards)
-	slices.SortFunc(rec, func(a, b Shard) int {
-		return cmp.Or(a.Digest.Compare(b.Digest), cmp.Compare(a.Size, b.Size))
-	})
+	rec := byContent(shards)
 	buf := make([]byte, 0, len(AggregateAlgorithm)+1+8+40*len(rec))
 	buf = append(append(buf, AggregateAlgorithm...), 0)
 	buf = binary.LittleEndian.AppendUint64(buf, uint64(len(rec)))

@@ -40,12 +40,15 @@ type Error struct {
 }
 
 // Error gives one line: place, fault and rule.
-func (e *Error) Error() string {
+func (e *Error) Error() string { return e.Where() + " (" + e.Rule + ")" }
+
+// Where gives the fault and its place without the rule.
+func (e *Error) Where() string {
 	path := e.Path
 	if path != "" {
 		path += ": "
 	}
-	return fmt.Sprintf("%s%s at byte %d (%s)", path, e.Msg, e.Offset, e.Rule)
+	return fmt.Sprintf("%s%s at byte %d", path, e.Msg, e.Offset)
 }
 
 // Kind is the type of a JSON value.

@@ -1,0 +1,161 @@
+package identity
+
+import (
+	"errors"
+	"fmt"
+	"strconv"
+
+	"github.com/kiln-registry/kiln-registry/internal/strictjson"
+)
+
+// MaxDocument is the largest text that Parse reads, in bytes: Kiln's own limit on a checkpoint manifest, ten times what
+// the largest valid manifest needs.
+const MaxDocument = 16 << 20
+
+// document is a manifest as it stands in JSON, before the rules are checked.
+type document struct {
+	version         uint32
+	kind, algorithm string
+	aggregate       string
+	total           uint64
+	shards          []Shard  // without their digests
+	digests         []string // of the shards, as text
+
+	reading int // index of the shard being read, -1 when none is
+	next    struct {
+		filename, digest string
+		size             uint64
+	}
+}
+
+// Parse reads a shard manifest and checks every rule. It refuses what Kiln refuses, and also a positional array in place
+// of an object. The error is an *Error.
+func Parse(data []byte) (Manifest, error) {
+	if len(data) > MaxDocument {
+		return Manifest{}, &Error{Stage: StageParse, Rule: RuleInputSize, Shard: -1,
+			Msg: fmt.Sprintf("%d bytes, at most %d are read", len(data), MaxDocument)}
+	}
+	d := document{reading: -1}
+	if err := strictjson.Read(data, d.read); err != nil {
+		e := &Error{Stage: StageParse, Shard: d.reading, Err: err}
+		if j, ok := errors.AsType[*strictjson.Error](err); ok {
+			e.Rule, e.Msg = j.Rule, j.Where()
+		}
+		return Manifest{}, e
+	}
+	return d.manifest()
+}
+
+func (d *document) read(r *strictjson.Reader) error {
+	if r.Kind() == strictjson.Null {
+		return r.Fail(r.Offset(), strictjson.RuleType, "want an object, got null")
+	}
+	shard := d.shardFields(r)
+	return r.Struct(
+		text(r, "manifest_type", &d.kind),
+		text(r, "aggregate_algorithm", &d.algorithm),
+		text(r, "aggregate_sha256", &d.aggregate),
+		number(r, "total_size_bytes", &d.total),
+		strictjson.Field{Name: "schema_version", Read: func() (err error) {
+			d.version, err = r.Uint32()
+			return err
+		}},
+		strictjson.Field{Name: "shards", Read: func() error {
+			return r.Array(func(i int) error {
+				d.reading = i
+				if err := r.Struct(shard...); err != nil {
+					return err
+				}
+				d.shards = append(d.shards, Shard{Filename: d.next.filename, Size: d.next.size})
+				d.digests = append(d.digests, d.next.digest)
+				d.reading = -1
+				return nil
+			})
+		}},
+	)
+}
+
+func (d *document) shardFields(r *strictjson.Reader) []strictjson.Field {
+	return []strictjson.Field{
+		text(r, "filename", &d.next.filename),
+		number(r, "size_bytes", &d.next.size),
+		text(r, "sha256", &d.next.digest),
+	}
+}
+
+func text(r *strictjson.Reader, name string, to *string) strictjson.Field {
+	return strictjson.Field{Name: name, Read: func() (err error) { *to, err = r.String(); return err }}
+}
+
+func number(r *strictjson.Reader, name string, to *uint64) strictjson.Field {
+	return strictjson.Field{Name: name, Read: func() (err error) { *to, err = r.Uint64(); return err }}
+}
+
+// manifest checks the rules in the documented order and returns the manifest.
+func (d *document) manifest() (Manifest, error) {
+	m := Manifest{TotalSize: d.total, Shards: d.shards}
+	if err := d.check(&m); err != nil {
+		return Manifest{}, err
+	}
+	return m, nil
+}
+
+func (d *document) check(m *Manifest) (err error) {
+	switch {
+	case d.version != SchemaVersion:
+		return refuse(RuleSchemaVersion, -1, "schema_version is %d, only %d is read", d.version, SchemaVersion)
+	case d.kind != ManifestType:
+		return refuse(RuleManifestType, -1, "manifest_type is %.80q, must be %q", d.kind, ManifestType)
+	case d.algorithm != AggregateAlgorithm:
+		return refuse(RuleAggregateAlgorithm, -1, "aggregate_algorithm is %.80q, must be %q", d.algorithm, AggregateAlgorithm)
+	}
+	if err := checkCount(len(m.Shards)); err != nil {
+		return err
+	}
+	for i := range m.Shards {
+		s := &m.Shards[i]
+		var form error
+		s.Digest, form = ParseDigest(d.digests[i])
+		if err := checkShard(m.Shards[:i], *s, form); err != nil {
+			return err
+		}
+	}
+	if err := checkTotal(*m); err != nil {
+		return err
+	}
+	if m.Aggregate, err = ParseAggregate(d.aggregate); err != nil {
+		return refuse(RuleDigestForm, -1, "aggregate_sha256: %v", err)
+	}
+	return checkAggregate(*m)
+}
+
+// MarshalJSON gives the canonical text: members in the order of Kiln's own, no white space. Equal manifests give equal
+// bytes. A manifest that Parse would refuse is an error.
+func (m Manifest) MarshalJSON() ([]byte, error) {
+	if err := m.Validate(); err != nil {
+		return nil, err
+	}
+	b := make([]byte, 0, 320+len(m.Shards)*160)
+	b = append(b, `{"schema_version":`...)
+	b = strconv.AppendUint(b, SchemaVersion, 10)
+	b = append(b, `,"manifest_type":"`+ManifestType+`","aggregate_algorithm":"`+AggregateAlgorithm+`"`...)
+	b = append(append(b, `,"aggregate_sha256":"`...), m.Aggregate.String()...)
+	b = strconv.AppendUint(append(b, `","total_size_bytes":`...), m.TotalSize, 10)
+	b = append(b, `,"shards":[`...)
+	for i, s := range m.Shards {
+		if i > 0 {
+			b = append(b, ',')
+		}
+		b = append(append(b, `{"filename":"`...), s.Filename...)
+		b = strconv.AppendUint(append(b, `","size_bytes":`...), s.Size, 10)
+		b = append(append(b, `,"sha256":"`...), s.Digest.String()...)
+		b = append(b, `"}`...)
+	}
+	return append(b, "]}"...), nil
+}
+
+// UnmarshalJSON is Parse.
+func (m *Manifest) UnmarshalJSON(data []byte) (err error) {
+	*m, err = Parse(data)
+	return err
+}
