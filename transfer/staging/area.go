@@ -1,0 +1,307 @@
+// Package staging keeps what belongs to a pulled folder but must not lie in it: the parts of a pull under way, and the
+// record of a pull that ended. Both are in a hidden folder beside the target, on the same filesystem, so that a finished
+// folder is put in place by one rename. For a target /models/NAME it is /models/.NAME.kiln:
+//
+//	owner          who is at work; see ErrBusy
+//	started.json   the Record of the pull under way
+//	parts-ID/      files by digest, with the points up to which they are written and hashed
+//	stage-ID/      the folder as it will be; only while it is put in place
+//	old-ID/        the folder that was replaced; only until it is removed
+//	complete.json  the Record of the folder at the target, written last
+//
+// At most one Area of a target is open at a time, over all processes and machines.
+package staging
+
+import (
+	"context"
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"syscall"
+	"time"
+
+	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/internal/durable"
+)
+
+const (
+	ownerName    = "owner"
+	startedName  = "started.json"
+	completeName = "complete.json"
+	partsPrefix  = "parts-"
+	stagePrefix  = "stage-"
+	oldPrefix    = "old-"
+)
+
+// ErrCollides: the filesystem holds two of the names for one, or can't hold a name at all.
+var ErrCollides = errors.New("the file names do not fit this filesystem")
+
+// Options says how to open an Area. The zero value is ready to use.
+type Options struct {
+	Notify func(string)  // told what was taken over, one line each; nil: nobody
+	Beat   time.Duration // time between two signs of life; zero: one second
+	Disk   durable.Disk
+}
+
+func (o Options) notify(s string) {
+	if o.Notify != nil {
+		o.Notify(s)
+	}
+}
+
+// Area is the place of one pull. Partial files of different digests may be used concurrently; all else is done by one
+// goroutine.
+type Area struct {
+	target string
+	dir    string
+	id     string
+	boot   string
+	disk   durable.Disk
+	owner  *owner
+
+	mu       sync.Mutex // guards verified
+	verified map[identity.Digest]bool
+}
+
+// Target returns the canonical form of the path that a folder shall have: absolute, with no symbolic link in it. If the
+// path is itself a link to a folder, that folder is meant.
+func Target(path string) (string, error) {
+	abs, err := filepath.Abs(path)
+	if err != nil {
+		return "", err
+	}
+	if real, err := filepath.EvalSymlinks(abs); err == nil {
+		return real, nil
+	}
+	if fi, err := os.Lstat(abs); err == nil && fi.Mode()&fs.ModeSymlink != 0 {
+		return "", fmt.Errorf("%s is a symbolic link to nowhere", abs)
+	}
+	parent := filepath.Dir(abs)
+	if parent == abs {
+		return abs, nil
+	}
+	parent, err = Target(parent)
+	return filepath.Join(parent, filepath.Base(abs)), err
+}
+
+func dirOf(target string) string {
+	return filepath.Join(filepath.Dir(target), "."+filepath.Base(target)+".kiln")
+}
+
+// Open takes the area of a target, which must be in the form that Target returns, and makes the folders above it. What
+// an earlier pull left is kept: also that of a process that is gone, which Open finds out at once on this machine, and
+// within about twelve beats on another. ErrBusy: a pull is at work.
+func Open(ctx context.Context, target string, o Options) (*Area, error) {
+	if o.Beat == 0 {
+		o.Beat = time.Second
+	}
+	boot, err := o.Disk.BootID()
+	if err != nil {
+		return nil, err
+	}
+	a := &Area{target: target, dir: dirOf(target), id: rand.Text(), boot: boot, disk: o.Disk,
+		verified: map[identity.Digest]bool{}}
+	me, err := self(a.id, boot)
+	if err != nil {
+		return nil, err
+	}
+	if err := a.disk.MkdirAll(a.dir, 0o777); err != nil {
+		return nil, err
+	}
+	if a.owner, err = claim(ctx, filepath.Join(a.dir, ownerName), me, o); err != nil {
+		return nil, fmt.Errorf("open %s: %w", a.dir, err)
+	}
+	if err := a.inherit(); err != nil {
+		return nil, errors.Join(fmt.Errorf("open %s: %w", a.dir, err), a.Close())
+	}
+	return a, nil
+}
+
+// inherit takes over what earlier pulls left: their parts, and a folder that was moved away and not replaced.
+func (a *Area) inherit() error {
+	if err := a.removeAll(stagePrefix, ""); err != nil {
+		return err
+	}
+	if err := a.restore(); err != nil {
+		return err
+	}
+	mine := partsPrefix + a.id
+	if err := os.Mkdir(filepath.Join(a.dir, mine), 0o777); err != nil {
+		return err
+	}
+	found, err := others(a.dir, partsPrefix, mine)
+	if err != nil {
+		return err
+	}
+	for _, dir := range found {
+		entries, err := os.ReadDir(dir)
+		if err != nil {
+			return err
+		}
+		for _, e := range entries {
+			if err := os.Rename(filepath.Join(dir, e.Name()), filepath.Join(a.dir, mine, e.Name())); err != nil {
+				return err
+			}
+		}
+		if err := os.Remove(dir); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// restore puts a folder back that a pull had moved away when it died, where folders can't be exchanged. Folders that
+// were replaced are removed.
+func (a *Area) restore() error {
+	olds, err := others(a.dir, oldPrefix, "")
+	if err != nil || len(olds) == 0 {
+		return err
+	}
+	if _, err := os.Lstat(a.target); errors.Is(err, fs.ErrNotExist) {
+		return a.disk.Move(olds[0], a.target)
+	} else if err != nil {
+		return err
+	}
+	return a.removeAll(oldPrefix, "")
+}
+
+func (a *Area) removeAll(prefix, but string) error {
+	found, err := others(a.dir, prefix, but)
+	for _, path := range found {
+		err = errors.Join(err, os.RemoveAll(path))
+	}
+	return err
+}
+
+// Held returns nil as long as no other pull has taken the area over, else ErrLost.
+func (a *Area) Held() error { return a.owner.held() }
+
+// Close gives the area free. What is there stays for the next pull; an area with nothing in it is removed.
+func (a *Area) Close() error {
+	os.Remove(filepath.Join(a.dir, partsPrefix+a.id)) // stays unless it is empty
+	err := a.owner.release()
+	os.Remove(a.dir) // as above
+	return err
+}
+
+func (a *Area) part(d identity.Digest) string { return filepath.Join(a.dir, partsPrefix+a.id, d.Hex()) }
+
+// Begin records what will be pulled, and drops the parts of anything else.
+func (a *Area) Begin(r Record) error {
+	want := map[string]bool{}
+	for _, f := range r.Files {
+		want[f.Digest.Hex()] = true
+	}
+	dir := filepath.Dir(a.part(identity.Digest{}))
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		return err
+	}
+	for _, e := range entries {
+		if hex, _, _ := strings.Cut(e.Name(), "."); !want[hex] {
+			if err := os.Remove(filepath.Join(dir, e.Name())); err != nil {
+				return err
+			}
+		}
+	}
+	return writeRecord(a.disk, filepath.Join(a.dir, startedName), r)
+}
+
+// Missing returns how much disk space files still need that shall have a size in bytes, at most.
+func (a *Area) Missing(d identity.Digest, size int64) int64 {
+	fi, err := os.Lstat(a.part(d))
+	if err != nil {
+		return size
+	}
+	return max(0, size-fi.Sys().(*syscall.Stat_t).Blocks*512)
+}
+
+// Free returns the number of bytes that can be stored beside the target.
+func (a *Area) Free() (int64, error) { return durable.Free(a.dir) }
+
+// Adopt takes a file that is on the disk already, if it has the digest d and a size in bytes. It is linked where the
+// filesystem can, and hashed as it then is. What was received of that digest before stays, if the file does not match.
+func (a *Area) Adopt(path string, d identity.Digest, size int64) (bool, error) {
+	temp := a.part(d) + ".adopt"
+	if err := a.drop(temp); err != nil {
+		return false, err
+	}
+	err := a.disk.Link(path, temp)
+	if err != nil {
+		err = a.copy(path, temp)
+	}
+	p := &Partial{area: a, want: d, path: temp, size: size, hash: identity.NewHash()}
+	if err == nil {
+		err = p.adopt()
+	}
+	if err != nil || p.off != size || identity.DigestOf(p.hash) != d {
+		return false, errors.Join(err, a.drop(temp))
+	}
+	p.path = a.part(d)
+	if err := errors.Join(a.drop(p.path), a.disk.Rename(temp, p.path), p.save()); err != nil {
+		return false, err
+	}
+	return p.matches(), nil
+}
+
+func (a *Area) copy(from, to string) error {
+	src, err := os.OpenFile(from, os.O_RDONLY|syscall.O_NOFOLLOW|syscall.O_NONBLOCK, 0)
+	if err != nil {
+		return err
+	}
+	defer src.Close()
+	dst, err := a.disk.Clone(src, to, 0o666&^umask())
+	if err != nil {
+		return err
+	}
+	return dst.Close()
+}
+
+// adopt hashes the file that lies at the partial's path, unless it is of another kind or size, and syncs it.
+func (p *Partial) adopt() error {
+	f, err := p.area.disk.OpenFile(p.path, os.O_RDONLY|syscall.O_NOFOLLOW|syscall.O_NONBLOCK, 0)
+	if errors.Is(err, syscall.ELOOP) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	if fi, err := os.Lstat(p.path); err != nil || !fi.Mode().IsRegular() || fi.Size() != p.size {
+		return err
+	}
+	buf := make([]byte, durable.PieceSize)
+	for {
+		n, err := f.Read(buf)
+		p.hash.Write(buf[:n])
+		p.off += int64(n)
+		if err == io.EOF {
+			break
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return f.Sync()
+}
+
+// umask returns the file mode creation mask of this process without changing it.
+func umask() fs.FileMode {
+	b, err := os.ReadFile("/proc/self/status")
+	if err != nil {
+		return 0o022
+	}
+	for line := range strings.Lines(string(b)) {
+		var m fs.FileMode
+		if n, _ := fmt.Sscanf(line, "Umask: %o", &m); n == 1 {
+			return m
+		}
+	}
+	return 0o022
+}

@@ -1,0 +1,261 @@
+package staging
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"syscall"
+
+	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/internal/durable"
+)
+
+const (
+	syncEvery = 64 << 20 // bytes after which the data is synced in the background, then a point that covers it saved
+	saveEvery = 8 << 20  // bytes after which a point is saved that is good until the machine goes down
+)
+
+// Suffixes of the files that hold the points of a partial.
+const (
+	stateSuffix  = ".state"  // not synced, nor is the data it covers: good under the same boot only
+	syncedSuffix = ".synced" // synced, after the data it covers
+)
+
+// point is a place in a file up to which its bytes are on the disk, with the hash of them.
+type point struct {
+	Size   int64  `json:"size_bytes"` // of the whole file
+	Offset int64  `json:"offset"`
+	Boot   string `json:"boot"`
+	Hash   []byte `json:"hash_state"`
+}
+
+// Partial is one file on its way in, named by the digest that it shall have. What was written is hashed in the same
+// pass, and neither read nor hashed again by whoever continues it later. It is not safe for concurrent use.
+type Partial struct {
+	area   *Area
+	want   identity.Digest
+	path   string
+	size   int64
+	file   *durable.File
+	hash   identity.Hash
+	off    int64
+	saved  int64      // offset of the last saved point
+	synced int64      // offset of the last background sync that was begun
+	sync   chan error // holds the result of the background sync; nil: none was begun
+}
+
+// Partial opens the file with digest d and a size in bytes: where an earlier pull left it, or at its start. The disk
+// space for the rest is taken at once where the filesystem can.
+func (a *Area) Partial(d identity.Digest, size int64) (*Partial, error) {
+	p := &Partial{area: a, want: d, path: a.part(d), size: size, hash: identity.NewHash()}
+	if err := p.open(); err != nil {
+		return nil, fmt.Errorf("open the partial file of %s: %w", d, err)
+	}
+	return p, nil
+}
+
+func (p *Partial) open() (err error) {
+	pt := bestPoint(p.path, p.size, p.area.boot)
+	if pt.Offset > 0 {
+		err = p.hash.UnmarshalBinary(pt.Hash)
+	}
+	if err != nil || pt.Offset == 0 {
+		pt = point{}
+		p.hash = identity.NewHash()
+		if err := p.area.drop(p.path); err != nil {
+			return err
+		}
+	}
+	// Modes follow the umask: this file is the one that will be published.
+	if p.file, err = p.area.disk.OpenFile(p.path, os.O_RDWR|os.O_CREATE|syscall.O_NOFOLLOW, 0o666); err != nil {
+		return err
+	}
+	p.off, p.saved, p.synced = pt.Offset, pt.Offset, pt.Offset
+	if err = p.file.Truncate(p.off); err == nil && p.off < p.size {
+		err = p.file.Reserve(p.size)
+	}
+	if err != nil {
+		p.file.Close()
+	}
+	return err
+}
+
+// bestPoint returns the furthest point that can be trusted, or the zero point. A file that has a second name could have
+// been written through it, and one that is shorter than its point lost data.
+func bestPoint(path string, size int64, boot string) (best point) {
+	fi, err := os.Lstat(path)
+	if err != nil || !fi.Mode().IsRegular() || fi.Sys().(*syscall.Stat_t).Nlink != 1 {
+		return point{}
+	}
+	for _, suffix := range []string{stateSuffix, syncedSuffix} {
+		b, err := os.ReadFile(path + suffix)
+		if err != nil {
+			continue
+		}
+		var pt point
+		if json.Unmarshal(b, &pt) != nil || pt.Size != size || pt.Offset > min(size, fi.Size()) {
+			continue
+		}
+		if (suffix == syncedSuffix || pt.Boot == boot) && pt.Offset > best.Offset {
+			best = pt
+		}
+	}
+	return best
+}
+
+// Offset returns the number of bytes that are there and hashed.
+func (p *Partial) Offset() int64 { return p.off }
+
+// Write adds b at Offset. What was written before an error stays. ErrLost: another pull took the area over.
+func (p *Partial) Write(b []byte) (n int, err error) {
+	if err := p.area.Held(); err != nil {
+		return 0, err
+	}
+	if int64(len(b)) > p.size-p.off {
+		return 0, fmt.Errorf("more than the %d bytes that it shall have", p.size)
+	}
+	n, err = p.file.WriteAt(b, p.off)
+	p.hash.Write(b[:n])
+	p.off += int64(n)
+	if err == nil && p.off-p.saved >= saveEvery {
+		err = p.save()
+	}
+	if err == nil && p.off-p.synced >= syncEvery {
+		err = p.background()
+	}
+	return n, err
+}
+
+func (p *Partial) point() ([]byte, error) {
+	h, err := p.hash.MarshalBinary()
+	if err != nil {
+		return nil, err
+	}
+	return json.Marshal(point{p.size, p.off, p.area.boot, h})
+}
+
+// save keeps a point that is good as long as the machine runs: it is not worth a sync.
+func (p *Partial) save() error {
+	b, err := p.point()
+	if err != nil {
+		return err
+	}
+	temp := p.path + stateSuffix + "~"
+	f, err := p.area.disk.OpenFile(temp, os.O_WRONLY|os.O_CREATE|os.O_TRUNC, 0o644)
+	if err != nil {
+		return err
+	}
+	_, err = f.Write(b)
+	if err = errors.Join(err, f.Close()); err == nil {
+		err = p.area.disk.Rename(temp, p.path+stateSuffix)
+	}
+	p.saved = p.off
+	return err
+}
+
+// background syncs what is written so far, then saves a point that covers it, while more is written. One sync runs at a
+// time; if the last one is still under way, the next comes later.
+func (p *Partial) background() error {
+	if p.sync != nil {
+		select {
+		case err := <-p.sync:
+			p.sync = nil
+			if err != nil {
+				return err
+			}
+		default:
+			return nil
+		}
+	}
+	b, err := p.point()
+	if err != nil {
+		return err
+	}
+	p.synced = p.off
+	p.sync = make(chan error, 1)
+	go func(done chan<- error) { done <- p.syncPoint(b) }(p.sync)
+	return nil
+}
+
+func (p *Partial) syncPoint(b []byte) error {
+	if err := p.file.Sync(); err != nil {
+		return err
+	}
+	return p.area.disk.WriteFile(p.path+syncedSuffix, b, 0o644)
+}
+
+// wait returns the result of the background sync, if one was begun.
+func (p *Partial) wait() error {
+	if p.sync == nil {
+		return nil
+	}
+	err := <-p.sync
+	p.sync = nil
+	return err
+}
+
+// Finish syncs the file and returns the digest of all its bytes, which its area can publish if it is the digest that the
+// file shall have. It is called at Offset = size.
+func (p *Partial) Finish() (identity.Digest, error) {
+	if p.off != p.size {
+		return identity.Digest{}, fmt.Errorf("%d of %d bytes", p.off, p.size)
+	}
+	err := p.wait()
+	if err == nil && p.size >= syncEvery {
+		var b []byte
+		if b, err = p.point(); err == nil {
+			err = p.syncPoint(b)
+		}
+	} else if err == nil {
+		if err = p.file.Sync(); err == nil {
+			err = p.save()
+		}
+	}
+	if err != nil {
+		return identity.Digest{}, err
+	}
+	p.matches()
+	return identity.DigestOf(p.hash), nil
+}
+
+// matches says whether the whole file is there and has its digest, and tells the area if so.
+func (p *Partial) matches() bool {
+	ok := p.off == p.size && identity.DigestOf(p.hash) == p.want
+	if ok {
+		p.area.mu.Lock()
+		defer p.area.mu.Unlock()
+		p.area.verified[p.want] = true
+	}
+	return ok
+}
+
+// Reset drops everything and starts anew.
+func (p *Partial) Reset() error {
+	err := p.wait()
+	if err = errors.Join(err, p.file.Close(), p.area.drop(p.path)); err != nil {
+		return err
+	}
+	p.hash = identity.NewHash()
+	return p.open()
+}
+
+// Close keeps what is there for whoever continues it.
+func (p *Partial) Close() error {
+	err := p.wait()
+	if err == nil && p.off > p.saved {
+		err = p.save()
+	}
+	return errors.Join(err, p.file.Close())
+}
+
+// drop removes a partial and its points, the points first.
+func (a *Area) drop(path string) error {
+	for _, suffix := range []string{syncedSuffix, stateSuffix, stateSuffix + "~", ""} {
+		if err := os.Remove(path + suffix); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return err
+		}
+	}
+	return nil
+}

@@ -1,0 +1,126 @@
+package staging
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"syscall"
+	"time"
+
+	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/internal/durable"
+)
+
+const recordVersion = 1
+
+// Record says what a folder was pulled from and what it holds. It lies beside the folder, never in it.
+type Record struct {
+	Version    int                `json:"version"`
+	Registry   string             `json:"registry"`
+	Repository string             `json:"repository"`
+	Tag        string             `json:"tag,omitempty"`
+	Manifest   identity.Digest    `json:"manifest_digest"`
+	Aggregate  identity.Aggregate `json:"aggregate_sha256,omitzero"` // zero: the artifact has no base identity
+	Verified   time.Time          `json:"verified_at,omitzero"`      // when every file was last known to match
+	Files      []File             `json:"files"`                     // in ascending order of name
+}
+
+// File is one file of a record.
+type File struct {
+	Name   string          `json:"name"` // relative, forward slashes
+	Size   int64           `json:"size_bytes"`
+	Digest identity.Digest `json:"sha256"`
+	Stat   *Stat           `json:"stat,omitempty"` // the file as it was when Verified was set
+}
+
+// Stat tells whether a file was touched since: a write changes at least the change time.
+type Stat struct {
+	Dev   uint64 `json:"dev"`
+	Ino   uint64 `json:"ino"`
+	Size  int64  `json:"size_bytes"`
+	Mtime int64  `json:"mtime_ns"`
+	Ctime int64  `json:"ctime_ns"`
+}
+
+// StatOf returns the Stat of an open or named file from what os.Stat or os.Lstat said of it.
+func StatOf(fi fs.FileInfo) Stat {
+	s := fi.Sys().(*syscall.Stat_t)
+	return Stat{uint64(s.Dev), s.Ino, s.Size, s.Mtim.Nano(), s.Ctim.Nano()}
+}
+
+// Same says whether r and o describe the same files with the same bytes.
+func (r Record) Same(o Record) bool {
+	if len(r.Files) != len(o.Files) {
+		return false
+	}
+	for i, f := range r.Files {
+		if g := o.Files[i]; f.Name != g.Name || f.Size != g.Size || f.Digest != g.Digest {
+			return false
+		}
+	}
+	return true
+}
+
+// Records is what is known of a target without opening its area.
+type Records struct {
+	Complete *Record // the folder at the target was published whole
+	Started  *Record // a pull began and did not end; its folder may or may not be at the target
+	Received int64   // bytes of Started's files that are kept for the next try
+}
+
+// Known reads what lies beside a target. Nothing there is no error. A pull may be at work at the same time.
+func Known(target string) (k Records, err error) {
+	dir := dirOf(target)
+	if k.Complete, err = readRecord(filepath.Join(dir, completeName)); err != nil {
+		return k, err
+	}
+	if k.Started, err = readRecord(filepath.Join(dir, startedName)); err != nil || k.Started == nil {
+		return k, err
+	}
+	k.Received, err = received(dir, *k.Started)
+	return k, err
+}
+
+func received(dir string, r Record) (sum int64, err error) {
+	boot, err := durable.Disk{}.BootID()
+	if err != nil {
+		return 0, err
+	}
+	parts, err := others(dir, partsPrefix, "")
+	for _, p := range parts {
+		for _, f := range r.Files {
+			sum += bestPoint(filepath.Join(p, f.Digest.Hex()), f.Size, boot).Offset
+		}
+	}
+	return sum, err
+}
+
+func readRecord(path string) (*Record, error) {
+	b, err := os.ReadFile(path)
+	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, syscall.ENOTDIR) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	var r Record
+	if err := json.Unmarshal(b, &r); err != nil {
+		return nil, fmt.Errorf("read %s: %w", path, err)
+	}
+	if r.Version != recordVersion {
+		return nil, fmt.Errorf("read %s: version %d, want %d", path, r.Version, recordVersion)
+	}
+	return &r, nil
+}
+
+func writeRecord(d durable.Disk, path string, r Record) error {
+	r.Version = recordVersion
+	b, err := json.MarshalIndent(r, "", "  ")
+	if err != nil {
+		return err
+	}
+	return d.WriteFile(path, append(b, '\n'), 0o644)
+}
