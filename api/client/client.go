@@ -56,7 +56,7 @@ type Client struct {
 	backoff time.Duration
 	notify  func(format string, args ...any)
 	pace    pace
-	moved   atomic.Int64 // bytes of blobs, both directions
+	moved   atomic.Int64 // bytes of blobs that were received, or that a registry has said it holds
 	met     atomic.Bool  // the host has answered at least once
 }
 

@@ -18,6 +18,7 @@ const (
 	firstBackoff = 500 * time.Millisecond // doubled with every try without progress
 	maxBackoff   = 10 * time.Second
 	maxTries     = 7               // without progress; about 25 s of waiting with the defaults
+	maxAll       = 200             // with progress: an end to a server that gives a little each time
 	maxUnmet     = 3               // tries while the host was never reached: a wrong name should not take long to say so
 	maxAsked     = 5 * time.Minute // a longer Retry-After is not waited for
 )
@@ -44,11 +45,11 @@ func (p *pace) left() time.Duration {
 
 // Retry calls fn until it succeeds, and returns its last error. Errors that are not Temporary end it at once. Between
 // tries it waits, longer each time and with jitter; a Retry-After of the server is waited for by all users of the
-// Client. The number of tries without progress is bounded; any byte of a blob that moves in either direction, through
-// any user of the Client, starts the count anew. what names the work in the notes.
+// Client. The number of tries without progress is bounded; any byte of a blob that moves, through any user of the
+// Client, starts the count anew, though not for ever. what names the work in the notes.
 func (c *Client) Retry(ctx context.Context, what string, fn func() error) error {
 	moved, tries := c.moved.Load(), 0
-	for {
+	for all := 1; ; all++ {
 		if err := c.wait(ctx, c.pace.left()); err != nil {
 			return err
 		}
@@ -61,8 +62,8 @@ func (c *Client) Retry(ctx context.Context, what string, fn func() error) error 
 		}
 		tries++
 		asked := retryAfter(err)
-		if tries >= maxTries || asked > maxAsked || tries >= maxUnmet && !c.met.Load() {
-			return fmt.Errorf("%s: gave up after %s: %w", what, count(tries, "try", "tries"), err)
+		if tries >= maxTries || all >= maxAll || asked > maxAsked || tries >= maxUnmet && !c.met.Load() {
+			return fmt.Errorf("%s: gave up after %s: %w", what, count(all, "try", "tries"), err)
 		}
 		if asked > 0 {
 			c.pace.hold(time.Now().Add(asked))

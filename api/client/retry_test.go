@@ -92,6 +92,11 @@ func TestRetryProgress(t *testing.T) {
 		if err != nil || tries != 50 {
 			t.Errorf("%d tries with progress: %v", tries, err)
 		}
+		tries = 0
+		err = c.Retry(t.Context(), "blob", func() error { tries++; c.moved.Add(1); return io.ErrUnexpectedEOF })
+		if err == nil || tries != maxAll {
+			t.Errorf("%d tries with endless progress: %v", tries, err)
+		}
 		for _, final := range []error{io.ErrShortWrite, &StatusError{Status: 404}, &StatusError{Status: 403}, context.Canceled} {
 			tries = 0
 			if err := c.Retry(t.Context(), "x", func() error { tries++; return final }); tries != 1 || !errors.Is(err, final) {

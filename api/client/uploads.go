@@ -15,16 +15,18 @@ import (
 )
 
 // Upload is an open upload of one blob. It is not safe for concurrent use. After a failed Append its offset is not
-// known; ResumeUpload asks for it.
+// known until Refresh has asked for it.
 type Upload struct {
 	c        *Client
 	repo     string
 	location string
 	offset   int64
+	held     bool
 }
 
-// CreateUpload opens an upload. d and size are promises that let the registry check early; a zero digest and a negative
-// size promise nothing.
+// CreateUpload opens an upload. d and size are promises that let the registry check early, and let it find the blob in
+// another repository that the caller may pull; a zero digest and a negative size promise nothing. Where the registry has
+// found it, the upload is Held and there is nothing to send.
 func (c *Client) CreateUpload(ctx context.Context, repo string, d identity.Digest, size int64) (*Upload, error) {
 	r := call{
 		method: http.MethodPost, path: api.PathUploads(repo), repo: repo, missing: api.ErrNameUnknown,
@@ -32,15 +34,19 @@ func (c *Client) CreateUpload(ctx context.Context, repo string, d identity.Diges
 	}
 	if !d.IsZero() {
 		r.header[api.HeaderExpectDigest] = d.String()
+		r.query = url.Values{"mount": {d.String()}}
 	}
 	if size >= 0 {
 		r.header[api.HeaderExpectSize] = strconv.FormatInt(size, 10)
 	}
-	resp, err := c.do(ctx, r, http.StatusAccepted)
+	resp, err := c.do(ctx, r, http.StatusAccepted, http.StatusCreated)
 	if err != nil {
 		return nil, err
 	}
 	defer resp.Body.Close()
+	if resp.StatusCode == http.StatusCreated && !d.IsZero() {
+		return &Upload{c: c, repo: repo, held: true}, checkDigestHeader(resp, d)
+	}
 	return c.upload(resp, repo)
 }
 
@@ -97,13 +103,27 @@ func (u *Upload) Location() string { return u.location }
 // Offset returns how many bytes the registry holds.
 func (u *Upload) Offset() int64 { return u.offset }
 
+// Held says that the registry has the blob in this repository already: there is no upload, and nothing is to be sent.
+func (u *Upload) Held() bool { return u.held }
+
+// Refresh asks the registry for the offset of an upload whose Append has failed. api.ErrBlobUploadUnknown.
+func (u *Upload) Refresh(ctx context.Context) error {
+	now, err := u.c.ResumeUpload(ctx, u.repo, u.location)
+	if err != nil {
+		return err
+	}
+	u.c.moved.Add(max(0, now.offset-u.offset))
+	*u = *now
+	return nil
+}
+
 // Append sends the next n bytes of r in one request. r is not read after Append returns. Where r is an io.Seeker, a
 // request that the registry refused for want of a fresh token is sent again.
 func (u *Upload) Append(ctx context.Context, r io.Reader, n int64) error {
 	if n <= 0 {
 		return nil
 	}
-	l := &lent{r: r, n: n, left: n, moved: u.c.moved.Add}
+	l := &lent{r: r, n: n, left: n}
 	defer l.revoke()
 	resp, err := u.c.do(ctx, call{
 		method: http.MethodPatch, path: u.location, repo: u.repo, missing: api.ErrBlobUploadUnknown,
@@ -129,6 +149,7 @@ func (u *Upload) Append(ctx context.Context, r io.Reader, n int64) error {
 		return fmt.Errorf("%s: upload is at byte %d after %d were sent", resp.Request.URL.Host, got, want)
 	}
 	u.location, u.offset = next.location, u.offset+n
+	u.c.moved.Add(n)
 	return nil
 }
 
@@ -164,11 +185,10 @@ func checkDigestHeader(resp *http.Response, d identity.Digest) error {
 
 // lent gives n bytes of a reader to net/http, which may go on reading after a request has failed, until revoke takes it back.
 type lent struct {
-	mu    sync.Mutex
-	r     io.Reader
-	n     int64 // bytes of one request
-	left  int64
-	moved func(int64) int64
+	mu   sync.Mutex
+	r    io.Reader
+	n    int64 // bytes of one request
+	left int64
 }
 
 func (l *lent) Read(p []byte) (int, error) {
@@ -182,7 +202,6 @@ func (l *lent) Read(p []byte) (int, error) {
 	}
 	n, err := l.r.Read(p[:min(int64(len(p)), l.left)])
 	l.left -= int64(n)
-	l.moved(int64(n))
 	return n, err
 }
 

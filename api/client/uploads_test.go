@@ -24,6 +24,7 @@ type desk struct {
 	challenge bool // refuse the next PATCH after its body began, for want of a token
 	header    http.Header
 	aborted   bool
+	held      bool
 }
 
 func (d *desk) ServeHTTP(w http.ResponseWriter, r *http.Request) {
@@ -32,7 +33,7 @@ func (d *desk) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	switch r.Method {
 	case http.MethodPost:
 		d.header = r.Header
-		if r.URL.Query().Get("mount") == digest.String() && r.URL.Query().Get("from") == "has" {
+		if q := r.URL.Query(); q.Get("mount") == digest.String() && (q.Get("from") == "has" || d.held) {
 			w.WriteHeader(http.StatusCreated)
 			return
 		}
@@ -152,6 +153,11 @@ func TestMount(t *testing.T) {
 	}
 	if ok, err := c.Mount(t.Context(), "m", "lacks", digest); ok || err != nil || !d.aborted {
 		t.Errorf("%t, %v, aborted %t", ok, err, d.aborted)
+	}
+	for _, d.held = range []bool{true, false} {
+		if u, err := c.CreateUpload(t.Context(), "m", digest, 16); err != nil || u.Held() != d.held {
+			t.Errorf("found elsewhere: %+v, %v, want %t", u, err, d.held)
+		}
 	}
 }
 
