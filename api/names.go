@@ -2,6 +2,7 @@ package api
 
 import (
 	"regexp"
+	"strings"
 
 	"github.com/kiln-registry/kiln-registry/identity"
 )
@@ -55,11 +56,9 @@ type Ref struct {
 
 // ParseRef reads a tag or a digest: what holds a colon is a digest. ErrTagInvalid, ErrDigestInvalid.
 func ParseRef(s string) (Ref, error) {
-	for i := range len(s) {
-		if s[i] == ':' {
-			d, err := ParseDigest(s)
-			return Ref{Digest: d}, err
-		}
+	if strings.Contains(s, ":") {
+		d, err := ParseDigest(s)
+		return Ref{Digest: d}, err
 	}
 	return Ref{Tag: s}, CheckTag(s)
 }
@@ -70,4 +69,20 @@ func (r Ref) String() string {
 		return r.Tag
 	}
 	return r.Digest.String()
+}
+
+// ParseReference reads a reference within one registry: repository:tag or repository@digest. ErrNameInvalid,
+// ErrTagInvalid, ErrDigestInvalid.
+func ParseReference(s string) (repo string, ref Ref, err error) {
+	repo, digest, byDigest := strings.Cut(s, "@")
+	if byDigest {
+		ref.Digest, err = ParseDigest(digest)
+	} else {
+		repo, ref.Tag, _ = strings.Cut(s, ":")
+		err = CheckTag(ref.Tag)
+	}
+	if err != nil {
+		return "", Ref{}, err
+	}
+	return repo, ref, CheckRepo(repo)
 }

@@ -19,7 +19,7 @@ const (
 	KindStatement  Kind = "statement"
 )
 
-// ContentState says how far the aggregate of an artifact's own shards is known.
+// ContentState says how far the base shards that an artifact holds are known.
 type ContentState string
 
 // The content states.
@@ -27,8 +27,8 @@ const (
 	ContentDirect     ContentState = "direct"     // from raw layers whose digest is the shard's digest
 	ContentDerived    ContentState = "derived"    // from the members of tar layers, hashed by the registry
 	ContentPending    ContentState = "pending"    // tar layers not yet read
-	ContentIncomplete ContentState = "incomplete" // the shard index names files that the artifact lacks
-	ContentNone       ContentState = "none"       // no safetensors shards
+	ContentIncomplete ContentState = "incomplete" // a shard is missing, or is no safetensors file
+	ContentNone       ContentState = "none"       // no base shards: GGUF, or an adapter, or no model at all
 )
 
 // Evidence says what the link from an artifact to its base rests on. No word claims more than was checked.
@@ -80,17 +80,24 @@ type BaseList struct {
 	Next  string             `json:"next,omitempty"` // pass as after= for the next page; empty: no more
 }
 
+// TagList is the answer of GET /v2/{name}/tags/list.
+type TagList struct {
+	Name string   `json:"name"`
+	Tags []string `json:"tags"`
+}
+
 // Base is the answer of GET /v1/bases/{aggregate}.
 type Base struct {
 	Identity   identity.Summary `json:"base_weight_identity"`
-	Packagings []Packaging      `json:"packagings"` // newest first
+	Packagings []Packaging      `json:"packagings"` // in the order in which the page holds them
+	Next       string           `json:"next,omitempty"`
 }
 
-// Packaging is one way in which the bytes of a base are dressed: names of shards, and the files beside them.
-// Two manifests of one packaging hold the same files under the same names.
+// Packaging is one way in which the bytes of a base are dressed. Two manifests of one packaging have the same files
+// beside the shards, under the same names; how the shards are called may differ, and with it the shard index.
 type Packaging struct {
-	ID        identity.Digest `json:"id"` // over the names and digests of the files that are not weights
-	Manifests []Held          `json:"manifests"`
+	ID        identity.Digest `json:"id"`        // over the names and digests of those files
+	Manifests []Held          `json:"manifests"` // repository by repository, newest first in each
 }
 
 // Held is one manifest in one repository.
@@ -112,10 +119,11 @@ type Binding struct {
 // Artifact is one artifact made from a base, or a base itself.
 type Artifact struct {
 	Held
-	Kind         Kind              `json:"kind"`
+	Kind         Kind              `json:"kind"` // empty: of no kind that this project knows
+	State        ContentState      `json:"content_state"`
 	ArtifactType string            `json:"artifact_type"`
 	Annotations  map[string]string `json:"annotations,omitempty"`
-	Binding      Binding           `json:"binding"`
+	Binding      Binding           `json:"binding,omitzero"` // zero for a base: its own bytes say what it is
 }
 
 // ArtifactList is the answer of GET /v1/bases/{aggregate}/artifacts.
