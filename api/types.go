@@ -19,6 +19,15 @@ const (
 	KindStatement  Kind = "statement"
 )
 
+// Known says whether k is one of the kinds above.
+func (k Kind) Known() bool {
+	switch k {
+	case KindBase, KindAdapter, KindCheckpoint, KindEval, KindReceipt, KindStatement:
+		return true
+	}
+	return false
+}
+
 // ContentState says how far the base shards that an artifact holds are known.
 type ContentState string
 
