@@ -1,0 +1,91 @@
+//go:build mutants
+
+package devicetest
+
+import (
+	"encoding/json"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+)
+
+// mutants are the faults in the code itself that the suite must notice: a file of gpuload, and pairs of a text in it and
+// what stands in its place. Run with -tags mutants: each is compiled and put through the suite of the host target.
+var mutants = []struct {
+	name, file string
+	edits      []string
+}{
+	{"publish before synchronise", "load.go", []string{"err := l.target.Wait(ctx); err != nil", "err := ctx.Err(); err != nil"}},
+	{"publish before the last shard", "load.go", []string{"n < int64(len(order));", "n < int64(len(order))-1;"}},
+	{"aggregate not compared", "load.go", []string{"want != m.Aggregate", "false"}},
+	{"shard not compared", "lane.go", []string{"m.Shards[i].Digest != got", "false"}},
+	{"size not compared", "plan.go", []string{"m.Shards[i].Size != uint64(s.Size)", "false"}},
+	{"hash before the fill completes", "lane.go", []string{
+		"start := time.Now()\n\t\tdata, err", "start := time.Now()\n" +
+			"\t\tfilled <- chunk{buf: buf, data: buf.data[:min(s.Size-off, int64(len(buf.data)))], off: off}\n\t\tdata, err",
+		"filled <- c // never", "// never"}},
+	{"recycle without waiting for the copy", "lane.go", []string{
+		"err := t.Wait(ctx); err != nil", "err := func(Token) error { return nil }(t); err != nil"}},
+	{"recycle when hashed", "lane.go", []string{
+		"buf.refs.Store(int32(1 + len(l.blocks[i])))", "buf.refs.Store(1)",
+		"c.buf.release()\n\t\t}\n\t\tl.copy", "}\n\t\tl.copy"}},
+	{"recycle when copied", "lane.go", []string{
+		"buf.refs.Store(int32(1 + len(l.blocks[i])))", "buf.refs.Store(int32(len(l.blocks[i])))",
+		"c.buf.release()\n\t\tif ctx.Err()", "if ctx.Err()"}},
+	{"copy to the wrong offset", "lane.go", []string{"data, b, off-s.Data)", "data, b, 0)"}},
+	{"header not hashed", "plan.go", []string{"_, err = h.Write(text)", "_, err = h.Write(nil)"}},
+	{"change during the load not noticed", "lane.go", []string{"err := s.unchanged(f, s.Size); err != nil", "ctx.Err() != nil"}},
+	{"change before the load not noticed", "lane.go", []string{"err := s.unchanged(f, 0); err != nil", "ctx.Err() != nil"}},
+	{"free memory not looked at", "plan.go", []string{"need+o.Reserve > d.Free", "false"}},
+	{"failed load keeps its memory", "load.go", []string{
+		"e := t.Free(); e != nil", "e := err; e == nil",
+		"errors.Join(err, l.target.Free(), s.free())", "errors.Join(err, s.free())"}},
+	{"cancel after the last copy ignored", "load.go", []string{
+		"if err := ctx.Err(); err != nil {\n\t\treturn m,", "if err != nil {\n\t\treturn m,"}},
+	{"not sealed", "hostmem/hostmem.go", []string{"unix.F_SEAL_WRITE | unix.F_SEAL_GROW", "unix.F_SEAL_GROW"}},
+	{"published for writing", "hostmem/hostmem.go", []string{
+		`os.Open(fmt.Sprintf("/proc/self/fd/%d", f.Fd()))`, `os.OpenFile(fmt.Sprintf("/proc/self/fd/%d", f.Fd()), os.O_RDWR, 0)`}},
+	{"failed copy forgotten", "hostmem/hostmem.go", []string{"t.failed.CompareAndSwap(nil, &err)", ""}},
+}
+
+func TestMutants(t *testing.T) {
+	for _, m := range mutants {
+		t.Run(m.name, func(t *testing.T) {
+			path, err := filepath.Abs(filepath.Join("..", m.file))
+			if err != nil {
+				t.Fatal(err)
+			}
+			code, err := os.ReadFile(path)
+			if err != nil {
+				t.Fatal(err)
+			}
+			for i := 0; i < len(m.edits); i += 2 {
+				if n := strings.Count(string(code), m.edits[i]); n != 1 {
+					t.Fatalf("%s has %q %d times, want it once", m.file, m.edits[i], n)
+				}
+			}
+			out, err := runSuite(t, path, strings.NewReplacer(m.edits...).Replace(string(code)))
+			if strings.Contains(out, "[build failed]") || strings.Contains(out, "[setup failed]") {
+				t.Fatalf("the mutant does not compile:\n%s", out)
+			}
+			if err == nil {
+				t.Error("the suite passes with this mutant")
+			}
+		})
+	}
+}
+
+// runSuite runs the suite with the code of one file replaced.
+func runSuite(t *testing.T, path, code string) (string, error) {
+	dir := t.TempDir()
+	mutant := filepath.Join(dir, "mutant.go")
+	mustDo(t, os.WriteFile(mutant, []byte(code), 0o666))
+	overlay, err := json.Marshal(map[string]any{"Replace": map[string]string{path: mutant}})
+	mustDo(t, err)
+	file := filepath.Join(dir, "overlay.json")
+	mustDo(t, os.WriteFile(file, overlay, 0o666))
+	out, err := exec.Command("go", "test", "-timeout=60s", "-vet=off", "-overlay", file, "../hostmem").CombinedOutput()
+	return string(out), err
+}

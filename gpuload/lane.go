@@ -1,0 +1,183 @@
+package gpuload
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"time"
+
+	"github.com/kiln-registry/kiln-registry/identity"
+	"golang.org/x/sync/errgroup"
+)
+
+// chunk is a part of a shard on its way through a lane. Its buffer has one user for the hash and one for each copy.
+type chunk struct {
+	buf    *buffer
+	data   []byte
+	off    int64 // in the file
+	begun  time.Time
+	tokens []Token
+}
+
+type aligned interface{ Align() int64 }
+
+// shard sends one file through the three stages of a lane and checks it. The stages stop together: the first error
+// ends the others.
+func (l *loader) shard(ctx context.Context, i int, ring chan *buffer) (err error) {
+	s := l.plan.Shards[i]
+	f, err := l.src.Open(ctx, s.Name)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, f.Close()) }()
+	if err := s.unchanged(f, 0); err != nil {
+		return err
+	}
+	filled, sent := make(chan chunk, l.o.Ring), make(chan chunk, l.o.Ring)
+	g, gctx := errgroup.WithContext(ctx)
+	g.Go(func() error {
+		defer close(filled)
+		defer close(sent)
+		return l.readAll(gctx, i, f, ring, filled, sent)
+	})
+	g.Go(func() error { return l.hashAll(gctx, i, filled) })
+	g.Go(func() error { return l.settle(gctx, s, sent) })
+	if err := g.Wait(); err != nil {
+		return err
+	}
+	if err := s.unchanged(f, s.Size); err != nil {
+		return err
+	}
+	return l.check(i)
+}
+
+// unchanged says whether f is the file of the plan, as it was then.
+func (s Shard) unchanged(f File, off int64) error {
+	switch now, err := f.Stamp(); {
+	case err != nil:
+		return &Error{Shard: s.Name, Offset: off, Err: err}
+	case now.Size != s.Size:
+		return &Error{s.Name, off, fmt.Sprint(s.Size, " bytes"), fmt.Sprint(now.Size), ErrChanged}
+	case now != s.stamp:
+		return &Error{Shard: s.Name, Offset: off, Err: ErrChanged}
+	}
+	return nil
+}
+
+// check compares the digest of a shard that was read to its end.
+func (l *loader) check(i int) error {
+	m, s, got := l.plan.Want.Manifest, l.plan.Shards[i], l.seen[i]
+	if m != nil && m.Shards[i].Digest != got {
+		return &Error{s.Name, s.Size, m.Shards[i].Digest.String(), got.String(), ErrMismatch}
+	}
+	return nil
+}
+
+// readAll fills buffers with the data of shard i in order, starts their copies, and passes them on.
+func (l *loader) readAll(ctx context.Context, i int, f File, ring chan *buffer, filled, sent chan<- chunk) error {
+	s := l.plan.Shards[i]
+	for off := s.Data; off < s.Size; {
+		var buf *buffer
+		select {
+		case buf = <-ring:
+		case <-ctx.Done():
+			return stopped(ctx, s, off)
+		}
+		buf.refs.Store(int32(1 + len(l.blocks[i])))
+		start := time.Now()
+		data, err := readWindow(f, buf.data, off, s.Size-off)
+		l.read.since(start)
+		if err != nil {
+			return &Error{s.Name, off + int64(len(data)), fmt.Sprint(s.Size, " bytes"), "fewer", err}
+		}
+		c := chunk{buf: buf, data: data, off: off, begun: time.Now()}
+		for _, b := range l.blocks[i] {
+			t, err := l.target.Submit(ctx, data, b, off-s.Data)
+			if err != nil {
+				return &Error{Shard: s.Name, Offset: off, Err: deviceError(err)}
+			}
+			c.tokens = append(c.tokens, t)
+		}
+		filled <- c // never blocks: it holds as many chunks as there are buffers
+		sent <- c
+		off += int64(len(data))
+	}
+	return nil
+}
+
+// hashAll hashes the shard, of which the header was hashed when it was planned.
+func (l *loader) hashAll(ctx context.Context, i int, filled <-chan chunk) error {
+	s, h := l.plan.Shards[i], identity.NewHash()
+	if err := h.UnmarshalBinary(s.head); err != nil {
+		return fmt.Errorf("hash shard %s: %w", s.Name, err)
+	}
+	l.count(s.Data)
+	for c := range filled {
+		start := time.Now()
+		for rest := c.data; len(rest) > 0; {
+			n := min(len(rest), hashPiece)
+			h.Write(rest[:n])
+			rest = rest[n:]
+		}
+		l.hash.since(start)
+		l.count(int64(len(c.data)))
+		c.buf.release()
+		if ctx.Err() != nil {
+			return stopped(ctx, s, c.off)
+		}
+	}
+	l.seen[i] = identity.DigestOf(h)
+	return nil
+}
+
+func (l *loader) count(n int64) {
+	if l.o.Loaded != nil {
+		l.o.Loaded.Add(n)
+	}
+}
+
+// settle waits for the copies in order. The time of a copy counts from the end of the one before it.
+func (l *loader) settle(ctx context.Context, s Shard, sent <-chan chunk) error {
+	var last time.Time
+	for c := range sent {
+		if c.begun.Before(last) {
+			c.begun = last
+		}
+		for _, t := range c.tokens {
+			if err := t.Wait(ctx); err != nil {
+				if ctx.Err() != nil {
+					return stopped(ctx, s, c.off)
+				}
+				return &Error{Shard: s.Name, Offset: c.off, Err: deviceError(err)}
+			}
+			c.buf.release()
+		}
+		l.copy.since(c.begun)
+		last = time.Now()
+	}
+	return nil
+}
+
+func stopped(ctx context.Context, s Shard, off int64) error {
+	return &Error{Shard: s.Name, Offset: off, Err: context.Cause(ctx)}
+}
+
+// readWindow reads up to n bytes of f from off into b and returns them. For a file that asks for alignment, what lies
+// before off is read along and left out. A file that ends early gives what there was and ErrChanged.
+func readWindow(f File, b []byte, off, n int64) ([]byte, error) {
+	skew, end := int64(0), min(n, int64(len(b)))
+	if a, ok := f.(aligned); ok {
+		skew = off % a.Align()
+		end = min(roundUp(skew+n, a.Align()), int64(len(b)))
+	}
+	m, err := f.ReadAt(b[:end], off-skew)
+	data := b[min(skew, int64(m)):min(int64(m), skew+n)]
+	switch {
+	case int64(m) >= min(skew+n, end):
+		return data, nil
+	case err == nil, errors.Is(err, io.EOF):
+		return data, ErrChanged
+	}
+	return data, err
+}

@@ -1,0 +1,155 @@
+package gpuload
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync/atomic"
+	"time"
+
+	"github.com/kiln-registry/kiln-registry/identity"
+	"golang.org/x/sync/errgroup"
+)
+
+// loader is one run of Load.
+type loader struct {
+	plan   Plan
+	src    Source
+	target Target
+	o      Options
+
+	blocks [][]Block         // of each shard, one for each device that gets it
+	seen   []identity.Digest // of each shard, once its last byte was hashed
+	read   clock
+	hash   clock
+	copy   clock
+}
+
+// Load reads every byte of the plan once, hashes it and copies it to t, and publishes the memory only when every shard
+// and the aggregate are what the plan wants and the target says that every byte arrived. Otherwise, also when ctx ends
+// first, it frees everything and returns an error, an *Error where one shard is to blame. Load owns t from the call on.
+func Load(ctx context.Context, p Plan, src Source, t Target, o Options) (*Resident, error) {
+	r, err := load(ctx, p, src, t, o)
+	if err == nil {
+		return r, nil
+	}
+	if o.Observe != nil {
+		o.Observe(Failed)
+	}
+	if e := t.Free(); e != nil {
+		err = errors.Join(err, fmt.Errorf("free the memory of a failed load: %w", e))
+	}
+	return nil, err
+}
+
+func load(ctx context.Context, p Plan, src Source, t Target, o Options) (_ *Resident, err error) {
+	start := time.Now()
+	l := &loader{plan: p, src: src, target: t, seen: make([]identity.Digest, len(p.Shards))}
+	if l.o, err = o.shaped(p); err != nil {
+		return nil, err
+	}
+	l.enter(Planned)
+	on, err := p.place(ctx, t, l.o)
+	if err != nil {
+		return nil, err
+	}
+	l.enter(Allocating)
+	if err := l.alloc(ctx, on); err != nil {
+		return nil, err
+	}
+	l.enter(Loading)
+	if err := l.fill(ctx); err != nil {
+		return nil, err
+	}
+	l.enter(Verifying)
+	m, err := l.verify(ctx)
+	if err != nil {
+		return nil, err
+	}
+	handles, err := t.Publish(ctx)
+	if err != nil {
+		return nil, fmt.Errorf("publish the weights: %w", deviceError(err))
+	}
+	l.enter(Published)
+	s := Stats{int64(m.TotalSize), time.Since(start), l.read.total(), l.hash.total(), l.copy.total(), l.o.Lanes, l.o.buffer()}
+	return &Resident{manifest: m, plan: p, stats: s, target: t, handles: handles, state: Published}, nil
+}
+
+func (l *loader) enter(s State) {
+	if l.o.Observe != nil {
+		l.o.Observe(s)
+	}
+}
+
+func (l *loader) alloc(ctx context.Context, on [][]int) error {
+	for i, s := range l.plan.Shards {
+		var blocks []Block
+		for _, device := range on[i] {
+			if err := ctx.Err(); err != nil {
+				return fmt.Errorf("allocate shard %s: %w", s.Name, err)
+			}
+			b, err := l.target.Alloc(ctx, device, s.Size-s.Data)
+			if err != nil {
+				return &Error{s.Name, 0, fmt.Sprint(s.Size-s.Data, " bytes"), "none", deviceError(err)}
+			}
+			blocks = append(blocks, b)
+		}
+		l.blocks = append(l.blocks, blocks)
+	}
+	return nil
+}
+
+// fill runs the lanes. Each takes the largest shard that none has taken.
+func (l *loader) fill(ctx context.Context) error {
+	s, err := newSlab(l.o, l.target)
+	if err != nil {
+		return err
+	}
+	sizes := make([]int64, len(l.plan.Shards))
+	for i, s := range l.plan.Shards {
+		sizes[i] = s.Size
+	}
+	order := descending(sizes)
+	var next atomic.Int64
+	g, gctx := errgroup.WithContext(ctx)
+	for _, ring := range s.rings {
+		g.Go(func() error {
+			for n := next.Add(1) - 1; n < int64(len(order)); n = next.Add(1) - 1 {
+				if err := l.shard(gctx, order[n], ring); err != nil {
+					return err
+				}
+			}
+			return nil
+		})
+	}
+	if err := g.Wait(); err != nil {
+		// Copies may still read the buffers: only Free ends them all.
+		return errors.Join(err, l.target.Free(), s.free())
+	}
+	return s.free()
+}
+
+// verify is the gate before publication.
+func (l *loader) verify(ctx context.Context) (m identity.Manifest, err error) {
+	if err := l.target.Wait(ctx); err != nil {
+		return m, fmt.Errorf("wait for the last copies: %w", deviceError(err))
+	}
+	shards := make([]identity.Shard, len(l.plan.Shards))
+	for i, s := range l.plan.Shards {
+		shards[i] = identity.Shard{Filename: s.Name, Size: uint64(s.Size), Digest: l.seen[i]}
+	}
+	if m, err = identity.New(shards); err != nil {
+		return m, fmt.Errorf("verify the weights: %w", err)
+	}
+	want := l.plan.Want.Aggregate
+	if w := l.plan.Want.Manifest; w != nil && want.IsZero() {
+		want = w.Aggregate
+	}
+	if !want.IsZero() && want != m.Aggregate {
+		return m, fmt.Errorf("verify the weights: %w: expected aggregate %s, got %s", ErrMismatch, want, m.Aggregate)
+	}
+	if err := ctx.Err(); err != nil {
+		return m, fmt.Errorf("verify the weights: %w", err)
+	}
+	return m, nil
+}
