@@ -132,7 +132,7 @@ func (st *Store) Delete(ctx context.Context, i blobstore.Info) error {
 }
 
 func (st *Store) syncShelf(d identity.Digest) error {
-	return st.shelves[d[0]].Do(func() error { return st.disk.SyncDir(shelf(st.dir, d[0])) })
+	return st.shelves[d[0]].syncs.Do(func() error { return st.disk.SyncDir(shelf(st.dir, d[0])) })
 }
 
 // List implements blobstore.Store. It holds no lock and no open folder while the caller works; a blob that comes or goes
@@ -187,6 +187,9 @@ func (st *Store) page(ctx context.Context, first byte, last string) ([]string, e
 		}
 		return nil
 	})
+	if errors.Is(err, fs.ErrNotExist) {
+		err = nil
+	}
 	names.trim()
 	return names, err
 }
@@ -239,13 +242,27 @@ func (st *Store) publish(ctx context.Context, s *session, d identity.Digest) (bl
 }
 
 func (st *Store) name(s *session, d identity.Digest) error {
+	if err := st.makeShelf(d); err != nil {
+		return err
+	}
 	now := time.Now()
 	if err := os.Chtimes(s.data.Name(), now, now); err != nil {
 		return err
 	}
-	if err := st.disk.Rename(s.data.Name(), st.path(d)); err != nil {
+	if err := s.data.Chmod(0o444); err != nil {
 		return err
 	}
-	// Only now, as an upload that could not be named must stay writable.
-	return s.data.Chmod(0o444)
+	return st.disk.Rename(s.data.Name(), st.path(d))
+}
+
+func (st *Store) makeShelf(d identity.Digest) error {
+	s := &st.shelves[d[0]]
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.made {
+		return nil
+	}
+	err := st.disk.Mkdir(0o755, shelf(st.dir, d[0]))
+	s.made = err == nil
+	return err
 }

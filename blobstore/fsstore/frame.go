@@ -9,7 +9,6 @@ import (
 	"time"
 
 	"github.com/kiln-registry/kiln-registry/blobstore"
-	"github.com/kiln-registry/kiln-registry/identity"
 )
 
 // refs.log is a header and then frames, one for each Put. Integers are little-endian.
@@ -226,7 +225,7 @@ func (p *payload) ref(r *blobstore.Ref) error {
 	r.Repo = string(p.bytes())
 	r.Name = string(p.bytes())
 	r.Seq = p.uvarint()
-	r.Digest = identity.Digest(append(p.take(32), make([]byte, 32)...)[:32])
+	copy(r.Digest[:], p.take(uint64(len(r.Digest))))
 	r.MediaType = string(p.bytes())
 	if m := p.bytes(); len(m) > 0 {
 		r.Manifest = m

@@ -29,6 +29,9 @@ type refLog struct {
 	open    bool  // the last frame is one that no later frame proves; used by flush and close only
 }
 
+// emptyPayload is that of a frame without refs.
+var emptyPayload = []byte{0}
+
 // frame is a Put that waits.
 type frame struct {
 	payload []byte
@@ -110,17 +113,14 @@ func (l *refLog) findEnd(size int64) (int64, error) {
 func (l *refLog) checkTail(from, to int64) (int64, error) {
 	r := l.reader(from, to)
 	for {
-		at := r.offset
-		refs, err := r.next()
+		payload, err := r.next()
 		switch {
-		case err == io.EOF:
-			return at, nil
-		case errors.Is(err, blobstore.ErrDamaged):
-			return at, nil
+		case err == io.EOF, errors.Is(err, blobstore.ErrDamaged):
+			return r.offset, nil
 		case err != nil:
 			return 0, err
 		}
-		l.open = len(refs) > 0
+		l.open = !bytes.Equal(payload, emptyPayload)
 	}
 }
 
@@ -261,11 +261,15 @@ func (l *refLog) since(ctx context.Context, after blobstore.Position, yield func
 	r := l.reader(offset, end)
 	for ; ctx.Err() == nil; skip = 0 {
 		start := r.offset
-		refs, err := r.next()
+		payload, err := r.next()
 		if err == io.EOF {
 			return nil
 		} else if err != nil {
 			return err
+		}
+		refs, err := decodeRefs(payload)
+		if err != nil {
+			return fmt.Errorf("%w: %s at byte %d: %w", blobstore.ErrDamaged, refsName, start, err)
 		}
 		for i := skip; i < len(refs); i++ {
 			p := positionAt(start, i+1)
@@ -292,41 +296,38 @@ func (l *refLog) reader(from, to int64) *logReader {
 	return &logReader{l, bufio.NewReaderSize(io.NewSectionReader(l.f, from, to-from), durable.PieceSize), from, to}
 }
 
-// next returns the refs of the next frame, io.EOF at the end, and an error that is ErrDamaged for what is no frame.
-func (r *logReader) next() ([]blobstore.Ref, error) {
+// next returns the payload of the next frame, io.EOF at the end, and an error that is ErrDamaged for what is no frame.
+// After an error offset is where that frame begins.
+func (r *logReader) next() ([]byte, error) {
 	if r.offset >= r.end {
 		return nil, io.EOF
 	}
-	refs, size, err := r.frame()
+	payload, err := r.frame()
 	if errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) {
 		err = fmt.Errorf("%w: it ends in the middle of a frame", blobstore.ErrDamaged)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("%s at byte %d: %w", refsName, r.offset, err)
 	}
-	r.offset += size
-	return refs, nil
+	r.offset += frameHead + int64(len(payload))
+	return payload, nil
 }
 
-func (r *logReader) frame() ([]blobstore.Ref, int64, error) {
+func (r *logReader) frame() ([]byte, error) {
 	var b [frameHead]byte
 	if _, err := io.ReadFull(r.b, b[:]); err != nil {
-		return nil, 0, err
+		return nil, err
 	}
 	h, ok := parseHead(b[:], r.offset, r.l.salt)
 	if !ok {
-		return nil, 0, fmt.Errorf("%w: no frame begins here", blobstore.ErrDamaged)
+		return nil, fmt.Errorf("%w: no frame begins here", blobstore.ErrDamaged)
 	}
 	payload := make([]byte, h.length)
 	if _, err := io.ReadFull(r.b, payload); err != nil {
-		return nil, 0, err
+		return nil, err
 	}
 	if crc32.Checksum(payload, castagnoli) != h.body {
-		return nil, 0, fmt.Errorf("%w: checksum does not match", blobstore.ErrDamaged)
+		return nil, fmt.Errorf("%w: checksum does not match", blobstore.ErrDamaged)
 	}
-	refs, err := decodeRefs(payload)
-	if err != nil {
-		return nil, 0, fmt.Errorf("%w: %w", blobstore.ErrDamaged, err)
-	}
-	return refs, h.size(), nil
+	return payload, nil
 }

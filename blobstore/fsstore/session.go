@@ -58,7 +58,14 @@ func (s *session) close() {
 }
 
 func (s *session) load(ctx context.Context) (err error) {
-	if s.data, err = s.st.disk.OpenFile(s.st.uploadPath(s.id, uploadData), os.O_RDWR, 0); err != nil {
+	path := s.st.uploadPath(s.id, uploadData)
+	if fi, err := os.Lstat(path); err == nil && fi.Mode().Perm()&0o200 == 0 {
+		// A commit was about to name it, and did not.
+		if err := os.Chmod(path, 0o600); err != nil {
+			return err
+		}
+	}
+	if s.data, err = s.st.disk.OpenFile(path, os.O_RDWR, 0); err != nil {
 		return err
 	}
 	if s.state, err = s.st.disk.OpenFile(s.st.uploadPath(s.id, uploadState), os.O_RDWR, 0); err != nil {

@@ -68,11 +68,17 @@ type Store struct {
 	closed  atomic.Bool
 	pieces  sync.Pool // *[durable.PieceSize]byte
 	names   names
-	shelves [256]durable.Group // syncs of blobs/sha256/XX
-	lobby   durable.Group      // syncs of uploads
-	mu      sync.Mutex         // guards busy
-	busy    map[string]bool    // uploads that Append, Commit, Abort or Resume works on
-	every   int64              // syncEvery, smaller in tests
+	shelves [256]shelfState // of blobs/sha256/XX
+	lobby   durable.Group   // syncs of uploads
+	mu      sync.Mutex      // guards busy
+	busy    map[string]bool // uploads that Append, Commit, Abort or Resume works on
+	every   int64           // syncEvery, smaller in tests
+}
+
+type shelfState struct {
+	syncs durable.Group
+	mu    sync.Mutex // guards made
+	made  bool       // the folder is there, durably
 }
 
 var (
@@ -110,11 +116,10 @@ func Init(dir string) error {
 
 // build writes everything that a new store has, the marker last.
 func build(disk durable.Disk, dir string) error {
-	if err := disk.MkdirAll(filepath.Join(dir, uploadsName), 0o755); err != nil {
-		return err
-	}
-	if err := makeShelves(disk, dir); err != nil {
-		return err
+	for _, sub := range []string{filepath.Join(blobsName, hashName), uploadsName} {
+		if err := disk.MkdirAll(filepath.Join(dir, sub), 0o755); err != nil {
+			return err
+		}
 	}
 	if err := disk.WriteFile(filepath.Join(dir, refsName), newLogHeader(), 0o644); err != nil {
 		return err
@@ -206,21 +211,6 @@ func leftover(dir string, e fs.DirEntry) bool {
 	}
 }
 
-// makeShelves makes the 256 folders of blobs that are missing.
-func makeShelves(disk durable.Disk, dir string) error {
-	if err := disk.MkdirAll(filepath.Join(dir, blobsName, hashName), 0o755); err != nil {
-		return err
-	}
-	var missing []string
-	for i := range 256 {
-		path := shelf(dir, byte(i))
-		if _, err := os.Stat(path); errors.Is(err, fs.ErrNotExist) {
-			missing = append(missing, path)
-		}
-	}
-	return disk.Mkdir(0o755, missing...)
-}
-
 func shelf(dir string, first byte) string {
 	return filepath.Join(dir, blobsName, hashName, fmt.Sprintf("%02x", first))
 }
@@ -253,19 +243,31 @@ func (st *Store) recover(notify func(string)) (err error) {
 	if st.boot, err = st.disk.BootID(); err != nil {
 		return err
 	}
-	if err := makeShelves(st.disk, st.dir); err != nil {
+	if err := st.syncShelves(); err != nil {
 		return err
-	}
-	for i := range 256 {
-		if err := st.disk.SyncDir(shelf(st.dir, byte(i))); err != nil {
-			return err
-		}
 	}
 	if err := st.sweep(notify); err != nil {
 		return err
 	}
 	st.refs, err = openLog(st.disk, filepath.Join(st.dir, refsName), notify)
 	return err
+}
+
+// syncShelves makes every name of a blob durable.
+func (st *Store) syncShelves() error {
+	root := filepath.Join(st.dir, blobsName, hashName)
+	if err := st.disk.MkdirAll(root, 0o755); err != nil {
+		return err
+	}
+	for i := range st.shelves {
+		switch err := st.disk.SyncDir(shelf(st.dir, byte(i))); {
+		case err == nil:
+			st.shelves[i].made = true
+		case !errors.Is(err, fs.ErrNotExist):
+			return err
+		}
+	}
+	return st.disk.SyncDir(root)
 }
 
 // sweep removes the halves of uploads that a killed process was creating, committing or dropping.

@@ -1,0 +1,100 @@
+package fsstore
+
+import (
+	"errors"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/kiln-registry/kiln-registry/blobstore"
+	"github.com/kiln-registry/kiln-registry/blobstore/storetest"
+	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/internal/durable"
+)
+
+// folder is a store's folder, whose disk can be made to fail.
+type folder struct {
+	storetest.Faults
+	dir string
+}
+
+func newFolder(t testing.TB) storetest.Medium {
+	f := &folder{dir: filepath.Join(t.TempDir(), "store")}
+	if err := Init(f.dir); err != nil {
+		t.Fatal(err)
+	}
+	return f
+}
+
+func (f *folder) Open(t testing.TB) (storetest.Store, error) {
+	st, err := Open(f.dir, Options{
+		Notify: func(s string) { t.Log(s) },
+		Disk:   durable.Disk{Fault: func(_ durable.Op, _ string, do func() error) error { return f.Do(do) }},
+	})
+	if err != nil {
+		return nil, err
+	}
+	st.every = 100 << 10 // so that saves in the background happen in small tests
+	return st, nil
+}
+
+func (f *folder) Kill(t testing.TB, st storetest.Store) { kill(t, st.(*Store)) }
+
+// kill leaves a store as the death of its process would.
+func kill(t testing.TB, st *Store) {
+	t.Helper()
+	if err := errors.Join(st.refs.f.Close(), st.lock.Release()); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// Check looks at every file of the folder.
+func (f *folder) Check(t testing.TB) {
+	t.Helper()
+	err := filepath.WalkDir(f.dir, func(path string, e os.DirEntry, err error) error {
+		if err != nil || e.IsDir() {
+			return err
+		}
+		name, _ := filepath.Rel(f.dir, path)
+		switch {
+		case name == markerName, name == refsName, name == lockName:
+		case strings.HasPrefix(name, "blobs/sha256/"):
+			checkBlob(t, path)
+		default:
+			t.Errorf("%s does not belong here", name)
+		}
+		return nil
+	})
+	if err != nil {
+		t.Error(err)
+	}
+}
+
+func checkBlob(t testing.TB, path string) {
+	t.Helper()
+	b, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if d := identity.Sum(b); filepath.Base(path) != d.Hex() || filepath.Base(filepath.Dir(path)) != d.Hex()[:2] {
+		t.Errorf("%s holds %s", path, d)
+	}
+	if st, err := os.Stat(path); err != nil || st.Mode().Perm() != 0o444 {
+		t.Errorf("%s: mode %v, %v", path, st.Mode(), err)
+	}
+}
+
+func TestStore(t *testing.T) { storetest.Run(t, newFolder) }
+
+func open(t *testing.T, dir string) *Store {
+	t.Helper()
+	st, err := Open(dir, Options{Notify: func(s string) { t.Log(s) }})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { st.Close() })
+	return st
+}
+
+var _ = blobstore.ErrDamaged

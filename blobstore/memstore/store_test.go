@@ -1,0 +1,92 @@
+package memstore
+
+import (
+	"errors"
+	"strings"
+	"testing"
+
+	"github.com/kiln-registry/kiln-registry/blobstore"
+	"github.com/kiln-registry/kiln-registry/blobstore/storetest"
+	"github.com/kiln-registry/kiln-registry/identity"
+)
+
+// medium lets the suite end one Store and begin the next on the same content, and fail changes.
+type medium struct {
+	storetest.Faults
+	st *Store
+}
+
+func newMedium(testing.TB) storetest.Medium {
+	m := &medium{st: New()}
+	m.st.Fault = func(_ Op, do func() error) error { return m.Do(do) }
+	return m
+}
+
+func (m *medium) Open(testing.TB) (storetest.Store, error) {
+	m.st = m.st.Reopen()
+	return m.st, nil
+}
+
+func (m *medium) Kill(t testing.TB, st storetest.Store) {
+	if err := st.Close(); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func (m *medium) Check(t testing.TB) {
+	if err := m.st.Check(); err != nil {
+		t.Error(err)
+	}
+}
+
+func TestStore(t *testing.T) { storetest.Run(t, newMedium) }
+
+// TestCheck shows that the store finds what is wrong with it.
+func TestCheck(t *testing.T) {
+	for _, c := range []struct {
+		what  string
+		spoil func(st *Store, u *session)
+	}{
+		{"blob", func(st *Store, _ *session) {
+			for _, b := range st.blobs {
+				b.data[0] ^= 1
+			}
+		}},
+		{"upload", func(_ *Store, u *session) { u.hash.Write([]byte{0}) }},
+		{"refs", func(st *Store, _ *session) { st.refs[0].Manifest[0] ^= 1 }},
+	} {
+		st, u := filled(t)
+		if err := st.Check(); err != nil {
+			t.Fatal(err)
+		}
+		c.spoil(st, st.uploads[u.ID()])
+		if err := st.Check(); !errors.Is(err, blobstore.ErrDamaged) {
+			t.Errorf("%s: %v, want ErrDamaged", c.what, err)
+		}
+	}
+}
+
+// filled returns a store with a blob, an upload and a ref.
+func filled(t *testing.T) (*Store, blobstore.Upload) {
+	t.Helper()
+	st := New()
+	var last blobstore.Upload
+	for _, commit := range []bool{true, false} {
+		u, err := st.Create(t.Context(), identity.Digest{}, -1)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err := u.Append(t.Context(), 0, strings.NewReader("some bytes")); err != nil {
+			t.Fatal(err)
+		}
+		if last = u; commit {
+			if _, err := u.Commit(t.Context(), identity.Sum([]byte("some bytes"))); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	if _, err := st.Put(t.Context(), blobstore.Ref{Repo: "r", Manifest: []byte("{}")}); err != nil {
+		t.Fatal(err)
+	}
+	return st, last
+}

@@ -1,0 +1,261 @@
+// Package storetest is what every engine of a blob store has to pass.
+package storetest
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"testing"
+
+	"github.com/kiln-registry/kiln-registry/blobstore"
+	"github.com/kiln-registry/kiln-registry/identity"
+)
+
+// Store is what an engine implements.
+type Store interface {
+	blobstore.Store
+	blobstore.Uploads
+	blobstore.Refs
+	io.Closer
+}
+
+// Medium is where an engine keeps things. It outlives the processes that open it, one at a time.
+type Medium interface {
+	// Open opens the store as a new process would.
+	Open(t testing.TB) (Store, error)
+	// Kill ends the process of a store without Close. No call is running.
+	Kill(t testing.TB, st Store)
+	// Fail lets the nth change from now on fail with ErrInjected: it is made if persist is set, and else lost. 1 is the
+	// next one; 0 ends all failing. fired says whether it came to that.
+	Fail(n int, persist bool) (fired func() bool)
+	// Check looks for anything that is not as the engine wants it, while no store is open.
+	Check(t testing.TB)
+}
+
+// Run tests an engine. makeMedium returns a medium with an empty store.
+func Run(t *testing.T, makeMedium func(t testing.TB) Medium) {
+	tests := []struct {
+		name string
+		test func(e *env)
+	}{
+		{"RoundTrip", testRoundTrip},
+		{"Ranges", testRanges},
+		{"NotFound", testNotFound},
+		{"Resume", testResume},
+		{"Offset", testOffset},
+		{"FailingReader", testFailingReader},
+		{"Cancel", testCancel},
+		{"AnnouncedSize", testAnnouncedSize},
+		{"NoSpace", testNoSpace},
+		{"Mismatch", testMismatch},
+		{"Abort", testAbort},
+		{"UnknownUpload", testUnknownUpload},
+		{"Busy", testBusy},
+		{"Uploads", testUploads},
+		{"List", testList},
+		{"Delete", testDelete},
+		{"KeepsTheFirstCopy", testKeepsTheFirstCopy},
+		{"TwoPushers", testTwoPushers},
+		{"Refs", testRefs},
+		{"RefsTogether", testRefsTogether},
+		{"RefsGroup", testRefsGroup},
+		{"Model", testModel},
+	}
+	for _, tt := range tests {
+		t.Run(tt.name, func(t *testing.T) {
+			e := newEnv(t, makeMedium)
+			tt.test(e)
+			e.close()
+			e.medium.Check(t)
+		})
+	}
+	t.Run("Faults", func(t *testing.T) { testFaults(t, makeMedium) })
+}
+
+// env is a store under test. Its methods fail the test where the store returns an error.
+type env struct {
+	testing.TB
+	ctx    context.Context
+	medium Medium
+	st     Store
+}
+
+func newEnv(t testing.TB, makeMedium func(t testing.TB) Medium) *env {
+	e := &env{TB: t, ctx: t.Context(), medium: makeMedium(t)}
+	e.open()
+	return e
+}
+
+func (e *env) open() {
+	e.Helper()
+	st, err := e.medium.Open(e)
+	if err != nil {
+		e.Fatalf("open: %v", err)
+	}
+	e.st = st
+}
+
+func (e *env) close() {
+	e.Helper()
+	if err := e.st.Close(); err != nil {
+		e.Fatalf("close: %v", err)
+	}
+}
+
+// reopen ends the process, in good order or by force, and opens the store in another.
+func (e *env) reopen(kill bool) {
+	e.Helper()
+	if kill {
+		e.medium.Kill(e, e.st)
+	} else {
+		e.close()
+	}
+	e.open()
+}
+
+func (e *env) must(err error) {
+	e.Helper()
+	if err != nil {
+		e.Fatal(err)
+	}
+}
+
+func (e *env) want(what string, err, want error) {
+	e.Helper()
+	if !errors.Is(err, want) {
+		e.Errorf("%s: error %v, want %v", what, err, want)
+	}
+}
+
+// random returns n bytes that depend on n and seed.
+func random(seed uint64, n int) []byte {
+	var key [32]byte
+	copy(key[:], fmt.Sprintf("%d %d", seed, n))
+	b := make([]byte, n)
+	rand.NewChaCha8(key).Read(b)
+	return b
+}
+
+func (e *env) create(hint identity.Digest, size int64) blobstore.Upload {
+	e.Helper()
+	u, err := e.st.Create(e.ctx, hint, size)
+	e.must(err)
+	return u
+}
+
+func (e *env) resume(id string) blobstore.Upload {
+	e.Helper()
+	u, err := e.st.Resume(e.ctx, id)
+	e.must(err)
+	return u
+}
+
+// add appends b at the upload's end.
+func (e *env) add(u blobstore.Upload, b []byte) {
+	e.Helper()
+	off := u.Size()
+	n, err := u.Append(e.ctx, off, bytes.NewReader(b))
+	if err != nil || n != int64(len(b)) || u.Size() != off+n {
+		e.Fatalf("append %d bytes at %d: kept %d, size %d, error %v", len(b), off, n, u.Size(), err)
+	}
+}
+
+func (e *env) commit(u blobstore.Upload, d identity.Digest) blobstore.Info {
+	e.Helper()
+	i, err := u.Commit(e.ctx, d)
+	e.must(err)
+	return i
+}
+
+// put stores b as a blob.
+func (e *env) put(b []byte) blobstore.Info {
+	e.Helper()
+	u := e.create(identity.Digest{}, -1)
+	e.add(u, b)
+	return e.commit(u, identity.Sum(b))
+}
+
+func (e *env) read(d identity.Digest) []byte {
+	e.Helper()
+	r, err := e.st.Open(e.ctx, d, 0, -1)
+	e.must(err)
+	b, err := io.ReadAll(r)
+	e.must(err)
+	e.must(r.Close())
+	return b
+}
+
+// holds checks that b is a blob of the store, whole.
+func (e *env) holds(b []byte) {
+	e.Helper()
+	d := identity.Sum(b)
+	i, err := e.st.Stat(e.ctx, d)
+	e.must(err)
+	if i.Digest != d || i.Size != int64(len(b)) || i.Generation == "" {
+		e.Errorf("stat %s: %+v", d, i)
+	}
+	if got := e.read(d); !bytes.Equal(got, b) {
+		e.Errorf("blob %s reads as %d other bytes", d, len(got))
+	}
+}
+
+func (e *env) lacks(d identity.Digest) {
+	e.Helper()
+	_, err := e.st.Stat(e.ctx, d)
+	e.want("stat of an absent blob", err, blobstore.ErrNotFound)
+	_, err = e.st.Open(e.ctx, d, 0, -1)
+	e.want("open of an absent blob", err, blobstore.ErrNotFound)
+}
+
+// list returns all blobs after a digest, and checks their order.
+func (e *env) list(after identity.Digest) (found []blobstore.Info) {
+	e.Helper()
+	last := after
+	for i, err := range e.st.List(e.ctx, after) {
+		e.must(err)
+		if i.Digest.Compare(last) <= 0 && !i.Digest.IsZero() {
+			e.Errorf("list: %s after %s", i.Digest, last)
+		}
+		last = i.Digest
+		found = append(found, i)
+	}
+	return found
+}
+
+// whole checks that every blob that is listed has the bytes that its name says.
+func (e *env) whole() {
+	e.Helper()
+	for _, i := range e.list(identity.Digest{}) {
+		if b := e.read(i.Digest); identity.Sum(b) != i.Digest || int64(len(b)) != i.Size {
+			e.Errorf("blob %s has %d bytes of something else", i.Digest, len(b))
+		}
+	}
+}
+
+func (e *env) uploads() map[string]blobstore.UploadInfo {
+	e.Helper()
+	found := map[string]blobstore.UploadInfo{}
+	for u, err := range e.st.Uploads(e.ctx) {
+		e.must(err)
+		found[u.ID] = u
+	}
+	return found
+}
+
+// since returns the refs after a position, and checks that their positions ascend.
+func (e *env) since(after blobstore.Position) (refs []blobstore.Ref, positions []blobstore.Position) {
+	e.Helper()
+	last := after
+	for r, err := range e.st.Since(e.ctx, after) {
+		e.must(err)
+		if r.After <= last {
+			e.Errorf("since %d: position %d after %d", after, r.After, last)
+		}
+		last = r.After
+		refs, positions = append(refs, r.Ref), append(positions, last)
+	}
+	return refs, positions
+}
