@@ -137,7 +137,6 @@ func sourceFaults(t *testing.T, s Subject) {
 		"extra":     func(b []byte) []byte { return append(b, 0) },
 		"empty":     func(b []byte) []byte { return nil },
 		"header":    func(b []byte) []byte { return append(b[:8:8], bytes.Repeat([]byte("x"), len(b)-8)...) },
-		"smaller":   func([]byte) []byte { return shardFile(2, 8, 149984) },
 		"other":     func([]byte) []byte { return sealLike(good.files[name], 77) },
 	} {
 		t.Run(what, func(t *testing.T) { badFiles(t, s, good.changed(t, name, change), w) })
@@ -147,6 +146,13 @@ func sourceFaults(t *testing.T, s Subject) {
 		delete(m.files, name)
 		if _, err := gpuload.NewPlan(t.Context(), m.source(t), m.names(), w); !errors.Is(err, gpuload.ErrMismatch) {
 			t.Errorf("%v; want %v", err, gpuload.ErrMismatch)
+		}
+	})
+	t.Run("size", func(t *testing.T) {
+		m := good.changed(t, name, func([]byte) []byte { return shardFile(2, 8, 149984) })
+		_, err := gpuload.NewPlan(t.Context(), m.source(t), m.names(), w)
+		if blames(t, err, name); !errors.Is(err, gpuload.ErrMismatch) {
+			t.Errorf("%v; want %v before anything is loaded", err, gpuload.ErrMismatch)
 		}
 	})
 	meanwhile(t, s, good, name)

@@ -86,6 +86,6 @@ func runSuite(t *testing.T, path, code string) (string, error) {
 	mustDo(t, err)
 	file := filepath.Join(dir, "overlay.json")
 	mustDo(t, os.WriteFile(file, overlay, 0o666))
-	out, err := exec.Command("go", "test", "-timeout=60s", "-vet=off", "-overlay", file, "../hostmem").CombinedOutput()
+	out, err := exec.Command("go", "test", "-timeout=15s", "-vet=off", "-overlay", file, "../hostmem").CombinedOutput()
 	return string(out), err
 }
