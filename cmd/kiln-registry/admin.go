@@ -1,0 +1,111 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"net/http"
+	"os"
+	"path/filepath"
+	"strings"
+
+	"github.com/spf13/cobra"
+
+	"github.com/kiln-registry/kiln-registry/registry/access"
+)
+
+// errNoServer: nobody listens on the administration socket.
+var errNoServer = errors.New("no server runs on this store")
+
+// ask sends a request to the server that runs on a store. errNoServer.
+func ask(ctx context.Context, dir, method, path string) (*http.Response, error) {
+	client := &http.Client{Transport: &http.Transport{
+		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
+			var d net.Dialer
+			return d.DialContext(ctx, "unix", filepath.Join(dir, socketFile))
+		},
+	}}
+	req, err := http.NewRequestWithContext(ctx, method, "http://kiln-registry"+path, nil)
+	if err != nil {
+		return nil, err
+	}
+	resp, err := client.Do(req)
+	var op *net.OpError
+	if errors.As(err, &op) && op.Op == "dial" && !errors.Is(err, os.ErrPermission) {
+		return nil, errNoServer
+	}
+	if err != nil {
+		return nil, err
+	}
+	if resp.StatusCode != http.StatusOK {
+		defer resp.Body.Close()
+		text, _ := io.ReadAll(io.LimitReader(resp.Body, 4096)) // best effort: the status is the error
+		return nil, fmt.Errorf("server: %s: %s", resp.Status, strings.TrimSpace(string(text)))
+	}
+	return resp, nil
+}
+
+func exportCommand(stderr io.Writer) *cobra.Command {
+	var s store
+	cmd := &cobra.Command{
+		Use: "export", Short: "Print all manifests and tags, one JSON object a line", Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			resp, err := ask(cmd.Context(), s.dir, http.MethodGet, "/export")
+			switch {
+			case err == nil:
+				defer resp.Body.Close()
+				_, err = io.Copy(cmd.OutOrStdout(), resp.Body)
+				return err
+			case !errors.Is(err, errNoServer):
+				return err
+			}
+			return withFiles(cmd.Context(), s.dir, false, stderr, func(p *parts) error {
+				if err := p.reg.Replay(cmd.Context()); err != nil {
+					return damaged(s.dir, err)
+				}
+				return p.reg.Export(cmd.Context(), cmd.OutOrStdout())
+			})
+		},
+	}
+	s.bind(cmd)
+	return cmd
+}
+
+func reindexCommand(stderr io.Writer) *cobra.Command {
+	var s store
+	cmd := &cobra.Command{
+		Use: "reindex", Short: "Make the index anew from the store", Args: cobra.NoArgs,
+		Long: `Make the index anew from the store: every acknowledged manifest, tag and delete is in it again. Open uploads are
+forgotten. A running server does it itself and answers 503 meanwhile.`,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			resp, err := ask(cmd.Context(), s.dir, http.MethodPost, "/reindex")
+			if err == nil {
+				return resp.Body.Close()
+			}
+			if !errors.Is(err, errNoServer) {
+				return err
+			}
+			return withFiles(cmd.Context(), s.dir, true, stderr, func(p *parts) error {
+				if err := p.reg.Replay(cmd.Context()); err != nil {
+					return err
+				}
+				return os.RemoveAll(filepath.Join(s.dir, indexFile) + ".old")
+			})
+		},
+	}
+	s.bind(cmd)
+	return cmd
+}
+
+// withFiles opens the files of a store that no server runs on.
+func withFiles(ctx context.Context, dir string, fresh bool, stderr io.Writer, work func(*parts) error) error {
+	o := opening{dir: dir, gate: access.Open(), log: slog.New(slog.NewTextHandler(stderr, nil)), fresh: fresh}
+	p, err := o.open(ctx)
+	if err != nil {
+		return err
+	}
+	return errors.Join(work(p), p.close())
+}

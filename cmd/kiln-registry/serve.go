@@ -1,0 +1,245 @@
+package main
+
+import (
+	"context"
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"net/http"
+	"os"
+	"path/filepath"
+	"sync"
+	"syscall"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/kiln-registry/kiln-registry/internal/cli"
+	"github.com/kiln-registry/kiln-registry/registry/access"
+)
+
+const (
+	headerTimeout  = 10 * time.Second
+	keepAlive      = 2 * time.Minute // for the next request on a connection
+	maxHeaderBytes = 64 << 10
+	purgeEvery     = time.Hour
+)
+
+// serving is what serve was asked for.
+type serving struct {
+	store
+	logging
+	addr         string
+	tokenFile    string
+	insecureOpen bool
+	cert, key    string
+	idle         time.Duration
+	drain        time.Duration
+	unready      time.Duration
+}
+
+func serveCommand(stderr io.Writer) *cobra.Command {
+	var s serving
+	cmd := &cobra.Command{
+		Use:   "serve",
+		Short: "Serve a store over HTTP",
+		Long: `Serve a store over HTTP.
+
+With no flags: ` + cli.DefaultRegistry + `, data in ./` + defaultStore + `, which is made on first start. Without --token-file every caller may
+do everything, and only loopback addresses are taken.`,
+		Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			s.given = cmd.Flags().Changed("store")
+			return s.run(cmd.Context(), cmd.OutOrStdout(), stderr)
+		},
+	}
+	s.store.bind(cmd)
+	s.logging.bind(cmd)
+	f := cmd.Flags()
+	f.StringVar(&s.addr, "addr", cli.DefaultRegistry, "address to listen on")
+	f.BoolVar(&s.init, "init", false, "make --store a store first, if it is new or empty")
+	f.StringVar(&s.tokenFile, "token-file", "", "YAML file of tokens and their rights; all that it does not allow is denied")
+	f.BoolVar(&s.insecureOpen, "insecure-open", false, "listen on a public address although everybody may do everything")
+	f.StringVar(&s.cert, "tls-cert", "", "PEM file of the certificate chain; speaks HTTPS, with --tls-key")
+	f.StringVar(&s.key, "tls-key", "", "PEM file of the certificate's key")
+	f.DurationVar(&s.idle, "idle-timeout", time.Minute, "how long a request or an answer may make no progress")
+	f.DurationVar(&s.drain, "drain-timeout", 30*time.Second, "how long running requests may take when the server stops")
+	f.DurationVar(&s.unready, "drain-delay", 0, "how long to go on serving after /readyz began to fail, before it stops")
+	return cmd
+}
+
+func (s *serving) run(ctx context.Context, stdout, stderr io.Writer) error {
+	log, err := s.logging.open(stderr)
+	if err != nil {
+		return err
+	}
+	if err := s.check(); err != nil {
+		return err
+	}
+	gate := access.Open()
+	if s.tokenFile != "" {
+		if gate, err = access.Load(s.tokenFile, log); err != nil {
+			return cli.Exit(cli.CodeBadInput, err)
+		}
+	}
+	if err := s.prepare(); err != nil {
+		return err
+	}
+	p, err := opening{dir: s.dir, gate: gate, idle: s.idle, log: log}.open(ctx)
+	if err != nil {
+		return err
+	}
+	err = s.serve(ctx, p, stdout, log)
+	return errors.Join(err, p.close())
+}
+
+// check refuses what would open the registry to everybody by mistake.
+func (s *serving) check() error {
+	switch {
+	case (s.cert == "") != (s.key == ""):
+		return cli.Usagef("--tls-cert and --tls-key go together")
+	case s.tokenFile == "" && !isLoopback(s.addr) && !s.insecureOpen:
+		return cli.Hint(cli.Usagef("%s can be reached from other machines, and without --token-file everybody may do everything", s.addr),
+			"kiln-registry token create makes a token file; --insecure-open if that is really meant")
+	}
+	return nil
+}
+
+func (s *serving) serve(ctx context.Context, p *parts, stdout io.Writer, log *slog.Logger) error {
+	l, err := net.Listen("tcp", s.addr)
+	if err != nil {
+		return cli.Exit(cli.CodeUsage, err)
+	}
+	var requests inFlight
+	server := newServer(requests.count(p.reg), log)
+	admin, closeAdmin := listenAdmin(p, requests.count(p.reg.Admin()), log)
+	defer closeAdmin()
+	defer requests.wait()
+	failed := make(chan error, 1)
+	go func() { failed <- s.accept(server, l) }()
+	fmt.Fprintf(stdout, "listening on %s://%s\n", s.scheme(), l.Addr())
+
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	chores := make(chan struct{})
+	go func() {
+		defer close(chores)
+		if err := p.reg.Replay(ctx); err != nil && ctx.Err() == nil {
+			cancel(damaged(p.dir, err))
+			return
+		}
+		purge(ctx, p, log)
+	}()
+	select {
+	case err = <-failed:
+		cancel(err)
+	case <-ctx.Done():
+		if err = context.Cause(ctx); errors.Is(err, context.Canceled) {
+			err = nil
+		}
+	}
+	<-chores
+	return errors.Join(err, s.stop(p, log, server, admin))
+}
+
+// inFlight counts requests, so that the store is not closed under one. It passes the ResponseWriter on as it is.
+type inFlight struct{ n sync.WaitGroup }
+
+func (f *inFlight) count(h http.Handler) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		f.n.Add(1)
+		defer f.n.Done()
+		h.ServeHTTP(w, r)
+	})
+}
+
+func (f *inFlight) wait() { f.n.Wait() }
+
+func (s *serving) scheme() string {
+	if s.cert != "" {
+		return "https"
+	}
+	return "http"
+}
+
+func (s *serving) accept(server *http.Server, l net.Listener) error {
+	if s.cert != "" {
+		return server.ServeTLS(l, s.cert, s.key)
+	}
+	return server.Serve(l)
+}
+
+// newServer makes the HTTP server: version 1.1 only, as one stream of large bodies is what it is for; no deadline on a
+// request, as the registry sets its own with each piece.
+func newServer(h http.Handler, log *slog.Logger) *http.Server {
+	protocols := new(http.Protocols)
+	protocols.SetHTTP1(true)
+	return &http.Server{
+		Handler:           h,
+		Protocols:         protocols,
+		TLSConfig:         &tls.Config{MinVersion: tls.VersionTLS12},
+		ReadHeaderTimeout: headerTimeout,
+		IdleTimeout:       keepAlive,
+		MaxHeaderBytes:    maxHeaderBytes,
+		ErrorLog:          slog.NewLogLogger(log.Handler(), slog.LevelDebug),
+	}
+}
+
+// purge drops abandoned uploads, now and then.
+func purge(ctx context.Context, p *parts, log *slog.Logger) {
+	tick := time.NewTicker(purgeEvery)
+	defer tick.Stop()
+	for {
+		if n, err := p.reg.PurgeUploads(ctx); err != nil && ctx.Err() == nil {
+			log.Error("purge of uploads", "error", err)
+		} else if n > 0 {
+			log.Info("abandoned uploads dropped", "count", n)
+		}
+		select {
+		case <-tick.C:
+		case <-ctx.Done():
+			return
+		}
+	}
+}
+
+// stop lets readiness fail first, then takes no more connections, and gives running requests until the deadline.
+func (s *serving) stop(p *parts, log *slog.Logger, servers ...*http.Server) error {
+	p.reg.Stop()
+	log.Info("stopping", "drain", s.drain)
+	time.Sleep(s.unready)
+	ctx, cancel := context.WithTimeout(context.Background(), s.drain)
+	defer cancel()
+	for _, server := range servers {
+		if err := server.Shutdown(ctx); err != nil {
+			log.Warn("requests cut off at the deadline")
+			if err := server.Close(); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// listenAdmin serves the administration socket in the store's folder. A registry without one is whole all the same.
+func listenAdmin(p *parts, h http.Handler, log *slog.Logger) (*http.Server, func()) {
+	server := newServer(h, log)
+	path := filepath.Join(p.dir, socketFile)
+	_ = os.Remove(path) // left by a process that was killed: the lock of the store is ours
+	old := syscall.Umask(0o177)
+	l, err := net.Listen("unix", path)
+	syscall.Umask(old)
+	if err != nil {
+		log.Warn("no administration socket: export and reindex need this server to be stopped", "error", err)
+		return server, func() {}
+	}
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		_ = server.Serve(l) // ends when it is shut down
+	}()
+	return server, func() { <-done }
+}

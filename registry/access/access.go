@@ -1,0 +1,236 @@
+// Package access decides who a caller is and what the caller may do in which repository. Rules come from a token file;
+// with a token file everything that it does not allow is denied, without one every caller may do everything.
+package access
+
+import (
+	"crypto/sha256"
+	"crypto/subtle"
+	"errors"
+	"fmt"
+	"io/fs"
+	"log/slog"
+	"net/http"
+	"os"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/kiln-registry/kiln-registry/api"
+)
+
+// Action is something that a caller may do in a repository.
+type Action string
+
+// The actions. None implies another one.
+const (
+	Pull   Action = "pull"   // read and list
+	Push   Action = "push"   // upload, put manifests and move tags
+	Delete Action = "delete" // delete tags, manifests and blobs
+)
+
+// Caller is who asks, and what that caller may do. It is an argument of every operation of a registry. The zero Caller
+// is anonymous and may do nothing. Callers are values, safe for concurrent use, and keep the rules of the moment they
+// were recognised.
+type Caller struct {
+	Name  string // the token's name; empty: anonymous
+	rules []rule
+	all   bool
+}
+
+// Everyone returns the caller that may do everything: the one of a registry without a token file.
+func Everyone() Caller { return Caller{all: true} }
+
+// May says whether the caller may do that in the repository.
+func (c Caller) May(a Action, repo string) bool {
+	if c.all {
+		return true
+	}
+	for _, r := range c.rules {
+		if r.allows(a, repo) {
+			return true
+		}
+	}
+	return false
+}
+
+// MayAnywhere says whether there can be a repository in which the caller may do that.
+func (c Caller) MayAnywhere(a Action) bool {
+	if c.all {
+		return true
+	}
+	for _, r := range c.rules {
+		if r.has(a) {
+			return true
+		}
+	}
+	return false
+}
+
+// Sees says whether the caller may pull from the repository: the filter of every listing.
+func (c Caller) Sees(repo string) bool { return c.May(Pull, repo) }
+
+// Check returns nil if the caller may do that in the repository, ErrUnauthorized for an anonymous caller who may not,
+// and ErrDenied for any other. The answer does not depend on whether the repository exists.
+func (c Caller) Check(a Action, repo string) error {
+	if c.May(a, repo) {
+		return nil
+	}
+	return c.refusal(fmt.Sprintf("%s %s", a, repo))
+}
+
+// CheckAnywhere is Check for operations that are not about one repository: it refuses callers who may do that nowhere.
+func (c Caller) CheckAnywhere(a Action) error {
+	if c.MayAnywhere(a) {
+		return nil
+	}
+	return c.refusal(string(a))
+}
+
+func (c Caller) refusal(what string) error {
+	if c.Name == "" {
+		return api.Errorf(api.CodeUnauthorized, "authentication required to %s", what)
+	}
+	return api.Errorf(api.CodeDenied, "token %q may not %s", c.Name, what)
+}
+
+// Gate recognises callers. It is safe for concurrent use.
+type Gate struct {
+	path string // empty: no token file, everyone may do everything
+	now  func() time.Time
+	log  *slog.Logger
+
+	mu    sync.Mutex
+	state fileState // of the file when it was last looked at
+	rules *ruleset  // of the last valid file
+}
+
+// fileState is what changes when a file is written or replaced.
+type fileState struct {
+	mod  time.Time
+	size int64
+	info fs.FileInfo
+}
+
+// Open returns the gate of a registry without a token file.
+func Open() *Gate { return &Gate{} }
+
+// Load returns a gate that follows a token file: a change takes effect with the next request. A file that is no longer
+// valid, or gone, leaves the last valid rules in force and is logged once. The first file must be valid.
+func Load(path string, log *slog.Logger) (*Gate, error) {
+	g := &Gate{path: path, now: time.Now, log: log}
+	state, err := stat(path)
+	if err != nil {
+		return nil, fmt.Errorf("token file: %w", err)
+	}
+	if g.rules, err = readFile(path); err != nil {
+		return nil, err
+	}
+	g.state = state
+	return g, nil
+}
+
+// Open says whether the gate has no token file, so that every caller may do everything.
+func (g *Gate) Open() bool { return g.path == "" }
+
+// Caller recognises who sent a request: by a bearer token, or by a token as the password of basic authentication (the
+// user name is not looked at). A request without credentials is anonymous. A token that is unknown or has expired is
+// ErrUnauthorized, never anonymous.
+func (g *Gate) Caller(r *http.Request) (Caller, error) {
+	if g.Open() {
+		return Everyone(), nil
+	}
+	rules := g.current()
+	secret, given, err := credentials(r)
+	if err != nil {
+		return Caller{}, err
+	}
+	if !given {
+		return Caller{rules: rules.anonymous}, nil
+	}
+	t, ok := rules.find(secret)
+	switch {
+	case !ok:
+		return Caller{}, api.Errorf(api.CodeUnauthorized, "unknown token")
+	case !t.expires.IsZero() && !g.now().Before(t.expires):
+		return Caller{}, api.Errorf(api.CodeUnauthorized, "token %q expired at %s", t.name, t.expires.Format(time.RFC3339))
+	}
+	return Caller{Name: t.name, rules: t.rules}, nil
+}
+
+func credentials(r *http.Request) (secret string, given bool, err error) {
+	h := r.Header.Get("Authorization")
+	if h == "" {
+		return "", false, nil
+	}
+	if scheme, rest, ok := strings.Cut(h, " "); ok && strings.EqualFold(scheme, "Bearer") {
+		return strings.TrimSpace(rest), true, nil
+	}
+	if _, password, ok := r.BasicAuth(); ok {
+		return password, true, nil
+	}
+	return "", false, api.Errorf(api.CodeUnauthorized, "authorization header: want Bearer, or Basic with the token as password")
+}
+
+// find compares the hash of the secret with that of every token, whichever matches, in constant time for each.
+func (s *ruleset) find(secret string) (token, bool) {
+	sum := sha256.Sum256([]byte(secret))
+	found := -1
+	for i := range s.tokens {
+		if subtle.ConstantTimeCompare(sum[:], s.tokens[i].hash[:]) == 1 {
+			found = i
+		}
+	}
+	if found < 0 {
+		return token{}, false
+	}
+	return s.tokens[found], true
+}
+
+// current returns the rules in force, after a look at the file.
+func (g *Gate) current() *ruleset {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	state, err := stat(g.path)
+	if err == nil && state.same(g.state) || err != nil && g.state.info == nil {
+		return g.rules
+	}
+	g.state = state
+	var rules *ruleset
+	if err == nil {
+		rules, err = readFile(g.path)
+	}
+	if err != nil {
+		g.log.Error("token file is not valid; the rules read before stay in force", "path", g.path, "error", err)
+		return g.rules
+	}
+	g.log.Info("token file read", "path", g.path, "tokens", len(rules.tokens))
+	g.rules = rules
+	return rules
+}
+
+func stat(path string) (fileState, error) {
+	info, err := os.Stat(path)
+	if err != nil {
+		return fileState{}, err
+	}
+	return fileState{info.ModTime(), info.Size(), info}, nil
+}
+
+func (s fileState) same(o fileState) bool {
+	return o.info != nil && s.mod.Equal(o.mod) && s.size == o.size && os.SameFile(s.info, o.info)
+}
+
+func readFile(path string) (*ruleset, error) {
+	b, err := os.ReadFile(path)
+	if err != nil {
+		return nil, fmt.Errorf("token file: %w", err)
+	}
+	if len(b) > maxFile {
+		return nil, errors.New("token file: larger than 16 MiB")
+	}
+	f, err := ParseFile(b)
+	if err != nil {
+		return nil, fmt.Errorf("token file %s: %w", path, err)
+	}
+	return f.compile()
+}

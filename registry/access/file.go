@@ -1,0 +1,187 @@
+package access
+
+import (
+	"bytes"
+	"crypto/rand"
+	"crypto/sha256"
+	"encoding/base64"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"io"
+	"regexp"
+	"slices"
+	"strings"
+	"time"
+
+	"go.yaml.in/yaml/v3"
+)
+
+// FileVersion is the version of the token file's format.
+const FileVersion = 1
+
+// TokenPrefix starts every token, so that secret scanners and people recognise one.
+const TokenPrefix = "kiln_"
+
+const maxFile = 16 << 20
+
+// File is a token file: YAML, unknown members refused.
+type File struct {
+	Version   int     `yaml:"version"`             // FileVersion
+	Anonymous []Rule  `yaml:"anonymous,omitempty"` // what callers without a token may do; absent: nothing
+	Tokens    []Token `yaml:"tokens,omitempty"`
+}
+
+// Token is one token. The file holds the hash of its secret only.
+type Token struct {
+	Name    string    `yaml:"name"`              // unique; stands in the log and owns uploads
+	SHA256  string    `yaml:"sha256"`            // 64 hex digits, of the whole token text
+	Expires time.Time `yaml:"expires,omitempty"` // absent: never
+	Allow   []Rule    `yaml:"allow"`
+}
+
+// Rule allows actions in the repositories that match one of the globs. In a glob, * stands for any characters of one
+// path component, and ** as a whole component for one or more components: team/* is team/a, team/** is also team/a/b.
+type Rule struct {
+	Repositories []string `yaml:"repositories"`
+	Actions      []Action `yaml:"actions"`
+}
+
+// NewSecret returns a new token with 256 bits from the system's random source, and the hash that the file keeps of it.
+func NewSecret() (secret, sum string) {
+	b := make([]byte, 32)
+	rand.Read(b) // never fails: the runtime ends the program instead
+	secret = TokenPrefix + base64.RawURLEncoding.EncodeToString(b)
+	h := sha256.Sum256([]byte(secret))
+	return secret, hex.EncodeToString(h[:])
+}
+
+// ParseFile reads a token file and checks all of it.
+func ParseFile(b []byte) (File, error) {
+	var f File
+	dec := yaml.NewDecoder(bytes.NewReader(b))
+	dec.KnownFields(true)
+	if err := dec.Decode(&f); err != nil {
+		if errors.Is(err, io.EOF) {
+			err = errors.New("empty")
+		}
+		return File{}, err
+	}
+	if err := dec.Decode(new(yaml.Node)); !errors.Is(err, io.EOF) {
+		return File{}, errors.New("more than one YAML document")
+	}
+	_, err := f.compile()
+	return f, err
+}
+
+// Marshal returns the file's text. It does not check it.
+func (f File) Marshal() ([]byte, error) {
+	var buf bytes.Buffer
+	enc := yaml.NewEncoder(&buf)
+	enc.SetIndent(2)
+	if err := enc.Encode(f); err != nil {
+		return nil, err
+	}
+	return buf.Bytes(), enc.Close()
+}
+
+// ruleset is a checked file, ready to be asked.
+type ruleset struct {
+	anonymous []rule
+	tokens    []token
+}
+
+type token struct {
+	name    string
+	hash    [sha256.Size]byte
+	expires time.Time
+	rules   []rule
+}
+
+type rule struct {
+	actions []Action
+	repos   []*regexp.Regexp
+}
+
+func (r rule) has(a Action) bool { return slices.Contains(r.actions, a) }
+
+func (r rule) allows(a Action, repo string) bool {
+	return r.has(a) && slices.ContainsFunc(r.repos, func(re *regexp.Regexp) bool { return re.MatchString(repo) })
+}
+
+func (f File) compile() (*ruleset, error) {
+	if f.Version != FileVersion {
+		return nil, fmt.Errorf("version is %d, want %d", f.Version, FileVersion)
+	}
+	anonymous, err := compileRules(f.Anonymous)
+	if err != nil {
+		return nil, fmt.Errorf("anonymous: %w", err)
+	}
+	s := &ruleset{anonymous: anonymous}
+	names, hashes := map[string]bool{}, map[[sha256.Size]byte]bool{}
+	for i, t := range f.Tokens {
+		c, err := t.compile()
+		if err != nil {
+			return nil, fmt.Errorf("token %d (%s): %w", i+1, t.Name, err)
+		}
+		if names[c.name] || hashes[c.hash] {
+			return nil, fmt.Errorf("token %d (%s): name or sha256 occurs twice", i+1, t.Name)
+		}
+		names[c.name], hashes[c.hash] = true, true
+		s.tokens = append(s.tokens, c)
+	}
+	return s, nil
+}
+
+func (t Token) compile() (token, error) {
+	if t.Name == "" || len(t.Name) > 128 || strings.ContainsFunc(t.Name, func(c rune) bool { return c < ' ' || c == 0x7f }) {
+		return token{}, errors.New("name must have 1 to 128 bytes and no control characters")
+	}
+	sum, err := hex.DecodeString(t.SHA256)
+	if err != nil || len(sum) != sha256.Size {
+		return token{}, errors.New("sha256 must be 64 hex digits")
+	}
+	rules, err := compileRules(t.Allow)
+	return token{t.Name, [sha256.Size]byte(sum), t.Expires, rules}, err
+}
+
+func compileRules(in []Rule) ([]rule, error) {
+	var out []rule
+	for i, r := range in {
+		c := rule{actions: r.Actions}
+		if len(r.Actions) == 0 || len(r.Repositories) == 0 {
+			return nil, fmt.Errorf("rule %d: needs repositories and actions", i+1)
+		}
+		for _, a := range r.Actions {
+			if a != Pull && a != Push && a != Delete {
+				return nil, fmt.Errorf("rule %d: action %q is none of pull, push, delete", i+1, a)
+			}
+		}
+		for _, g := range r.Repositories {
+			re, err := compileGlob(g)
+			if err != nil {
+				return nil, fmt.Errorf("rule %d: %w", i+1, err)
+			}
+			c.repos = append(c.repos, re)
+		}
+		out = append(out, c)
+	}
+	return out, nil
+}
+
+var globComponent = regexp.MustCompile(`^[a-z0-9._*-]+$`)
+
+func compileGlob(g string) (*regexp.Regexp, error) {
+	var parts []string
+	for _, c := range strings.Split(g, "/") {
+		switch {
+		case c == "**":
+			parts = append(parts, `[^/]+(?:/[^/]+)*`)
+		case !globComponent.MatchString(c), strings.Contains(c, "**"):
+			return nil, fmt.Errorf("repository glob %q: component %q; want lowercase letters, digits, . _ - and *, or ** alone", g, c)
+		default:
+			parts = append(parts, strings.ReplaceAll(regexp.QuoteMeta(c), `\*`, `[^/]*`))
+		}
+	}
+	return regexp.Compile(`^` + strings.Join(parts, "/") + `$`)
+}

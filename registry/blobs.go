@@ -1,0 +1,214 @@
+package registry
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"net/http"
+	"strconv"
+	"strings"
+
+	"github.com/kiln-registry/kiln-registry/api"
+	"github.com/kiln-registry/kiln-registry/blobstore"
+	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/index"
+	"github.com/kiln-registry/kiln-registry/registry/access"
+)
+
+// StatBlob describes a blob of a repository. ErrBlobUnknown if the repository does not hold it, whoever else does.
+func (r *Registry) StatBlob(ctx context.Context, c access.Caller, repo string, d identity.Digest) (blobstore.Info, error) {
+	if err := c.Check(access.Pull, repo); err != nil {
+		return blobstore.Info{}, err
+	}
+	return r.statBlob(ctx, repo, d)
+}
+
+// statBlob is StatBlob for those who were checked.
+func (r *Registry) statBlob(ctx context.Context, repo string, d identity.Digest) (blobstore.Info, error) {
+	visible, err := r.ix.Visible(ctx, repo, d, r.now())
+	if err != nil {
+		return blobstore.Info{}, err
+	}
+	if !visible {
+		return blobstore.Info{}, api.Errorf(api.CodeBlobUnknown, "blob %s is unknown to repository %s", d, repo)
+	}
+	return r.store.Stat(ctx, d)
+}
+
+// DeleteBlob takes a blob out of a repository. Its bytes stay for as long as another repository holds it.
+// ErrBlobUnknown; ErrBlobReferred while a manifest of the repository refers to it.
+func (r *Registry) DeleteBlob(ctx context.Context, c access.Caller, repo string, d identity.Digest) error {
+	if err := c.Check(access.Delete, repo); err != nil {
+		return err
+	}
+	if _, err := r.statBlob(ctx, repo, d); err != nil {
+		return err
+	}
+	return r.ix.Apply(ctx, index.UnlinkBlob{Repo: repo, Digest: d})
+}
+
+// Mount makes a blob that another repository holds visible in repo, without moving a byte. from names the other one;
+// empty means any that the caller may pull from. It is ErrBlobUnknown where there is none, or none that the caller may
+// pull from.
+func (r *Registry) Mount(ctx context.Context, c access.Caller, repo, from string, d identity.Digest) (blobstore.Info, error) {
+	if err := c.Check(access.Push, repo); err != nil {
+		return blobstore.Info{}, err
+	}
+	unknown := api.Errorf(api.CodeBlobUnknown, "no repository to mount blob %s from", d)
+	if from == "" {
+		for holder, err := range r.ix.Holders(ctx, d, r.now()) {
+			if err != nil {
+				return blobstore.Info{}, err
+			}
+			if c.Sees(holder) {
+				from = holder
+				break
+			}
+		}
+	}
+	if from == "" || !c.Sees(from) {
+		return blobstore.Info{}, unknown
+	}
+	i, err := r.statBlob(ctx, from, d)
+	if err != nil {
+		return i, err
+	}
+	return i, r.link(ctx, repo, i)
+}
+
+// link makes a stored blob visible in a repository until a manifest refers to it.
+func (r *Registry) link(ctx context.Context, repo string, i blobstore.Info, more ...index.Op) error {
+	lease := index.LinkBlob{Repo: repo, Digest: i.Digest, Size: i.Size, Until: r.now().Add(leaseTTL)}
+	r.writes.RLock()
+	defer r.writes.RUnlock()
+	return r.ix.Apply(ctx, append(more, lease)...)
+}
+
+func (r *Registry) getBlob(w *response, q *request) error {
+	repo, d, err := q.repoDigest()
+	if err != nil {
+		return err
+	}
+	i, err := r.StatBlob(q.Context(), q.caller, repo, d)
+	if err != nil {
+		return err
+	}
+	h := w.Header()
+	h.Set("Content-Type", "application/octet-stream")
+	h.Set("X-Content-Type-Options", "nosniff")
+	if w.unchanged(q, d) {
+		return nil
+	}
+	h.Set("Accept-Ranges", "bytes")
+	off, n, status := int64(0), i.Size, http.StatusOK
+	if spec := q.rangeOf(d); spec != "" && q.Method == http.MethodGet {
+		part, ok, err := parseRange(spec, i.Size)
+		if err != nil {
+			h.Set("Content-Range", fmt.Sprintf("bytes */%d", i.Size))
+			return err
+		}
+		if ok {
+			off, n, status = part.off, part.n, http.StatusPartialContent
+			h.Set("Content-Range", fmt.Sprintf("bytes %d-%d/%d", off, off+n-1, i.Size))
+		}
+	}
+	h.Set("Content-Length", strconv.FormatInt(n, 10))
+	if q.Method == http.MethodHead {
+		w.WriteHeader(status)
+		return nil
+	}
+	return r.sendBlob(w, q, d, off, n, status)
+}
+
+// sendBlob answers with a part of a blob that the caller was just found to see.
+func (r *Registry) sendBlob(w *response, q *request, d identity.Digest, off, n int64, status int) error {
+	body, err := r.store.Open(q.Context(), d, off, n)
+	if err != nil {
+		return err
+	}
+	defer body.Close()
+	w.WriteHeader(status)
+	sent, err := io.Copy(w, body)
+	if err == nil && sent != n {
+		err = fmt.Errorf("blob %s: store gave %d bytes of %d", d, sent, n)
+	}
+	return err
+}
+
+func (r *Registry) deleteBlob(w *response, q *request) error {
+	repo, d, err := q.repoDigest()
+	if err != nil {
+		return err
+	}
+	if err := r.DeleteBlob(q.Context(), q.caller, repo, d); err != nil {
+		return err
+	}
+	w.WriteHeader(http.StatusAccepted)
+	return nil
+}
+
+// unchanged sets the headers that name the content, and answers 304 if the client says that it has it.
+func (w *response) unchanged(q *request, d identity.Digest) bool {
+	h := w.Header()
+	h.Set(api.HeaderContentDigest, d.String())
+	h.Set("ETag", etag(d))
+	for _, tag := range strings.Split(q.Header.Get("If-None-Match"), ",") {
+		if tag = strings.TrimPrefix(strings.TrimSpace(tag), "W/"); tag == etag(d) || tag == "*" {
+			w.WriteHeader(http.StatusNotModified)
+			return true
+		}
+	}
+	return false
+}
+
+func etag(d identity.Digest) string { return `"` + d.String() + `"` }
+
+// rangeOf returns the Range header, or nothing where an If-Range says that it is for other content.
+func (q *request) rangeOf(d identity.Digest) string {
+	if cond := q.Header.Get("If-Range"); cond != "" && cond != etag(d) {
+		return ""
+	}
+	return q.Header.Get("Range")
+}
+
+// part is a range of a blob that is not empty.
+type part struct{ off, n int64 }
+
+// parseRange reads a Range header for a blob of size bytes. One that is malformed, of another unit, or has several
+// ranges is not followed: ok is false and the whole blob is the right answer. ErrRangeInvalid if it is well formed and
+// nothing of the blob is in it, or its end comes before its start.
+func parseRange(spec string, size int64) (p part, ok bool, err error) {
+	unit, set, _ := strings.Cut(spec, "=")
+	first, last, dash := strings.Cut(strings.TrimSpace(set), "-")
+	if !strings.EqualFold(strings.TrimSpace(unit), "bytes") || !dash {
+		return part{}, false, nil
+	}
+	from, hasFrom, okFrom := parsePos(first)
+	to, hasTo, okTo := parsePos(last)
+	if !okFrom || !okTo || !hasFrom && !hasTo {
+		return part{}, false, nil
+	}
+	switch {
+	case !hasFrom: // the last to bytes
+		from, to = size-min(to, size), size-1
+	case !hasTo:
+		to = size - 1
+	}
+	if from >= size || to < from {
+		return part{}, false, api.Errorf(api.CodeRangeInvalid, "range %.80q of a blob of %d bytes", spec, size)
+	}
+	return part{from, min(to, size-1) - from + 1}, true, nil
+}
+
+// parsePos reads a position of a range: digits only. One that is too large for an int64 is the largest one.
+func parsePos(s string) (n int64, has, ok bool) {
+	s = strings.TrimSpace(s)
+	if s == "" {
+		return 0, false, true
+	}
+	if strings.Trim(s, "0123456789") != "" {
+		return 0, false, false
+	}
+	n, _ = strconv.ParseInt(s, 10, 64) // a range error gives the largest
+	return n, true, true
+}

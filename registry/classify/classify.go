@@ -1,0 +1,336 @@
+package classify
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"maps"
+	"path"
+	"slices"
+	"strings"
+
+	v1 "github.com/opencontainers/image-spec/specs-go/v1"
+
+	"github.com/kiln-registry/kiln-registry/api"
+	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/identity/safetensors"
+)
+
+const (
+	maxName   = 255       // bytes of a layer's file name
+	maxHeader = 100 << 20 // largest safetensors header, the limit of the format's reference reader
+	indexName = "model.safetensors.index.json"
+)
+
+// Blobs is what classification reads of blobs. The bytes of a blob are at most the first nine, or, for a shard index,
+// the whole of it.
+type Blobs interface {
+	Open(ctx context.Context, d identity.Digest, off, n int64) (io.ReadCloser, error)
+}
+
+// Artifact is what a manifest turned out to be.
+type Artifact struct {
+	Kind      api.Kind           // empty: none that this project knows
+	State     api.ContentState   // how far the base shards are known
+	Shards    identity.Manifest  // of a base whose state is direct; zero otherwise
+	Packaging identity.Digest    // of a base: over the names and digests of the files beside the shards
+	Claim     identity.Aggregate // what the manifest's annotation says about the base; zero: nothing
+}
+
+// Classify says what an image manifest is. For an index the answer is an artifact of no kind. A manifest that
+// contradicts itself, or what its blobs hold, is api.ErrManifestInvalid; every other error is one of reading blobs.
+func Classify(ctx context.Context, blobs Blobs, m Manifest) (Artifact, error) {
+	a := Artifact{State: api.ContentNone}
+	claim, err := identity.Aggregate{}, error(nil)
+	if s, ok := m.Annotations[api.AnnotationAggregate]; ok {
+		if claim, err = identity.ParseAggregate(s); err != nil {
+			return a, api.Errorf(api.CodeManifestInvalid, "annotation %s: %v", api.AnnotationAggregate, err)
+		}
+	}
+	a.Claim = claim
+	files, err := filesOf(m)
+	if err != nil || m.IsIndex() {
+		return a, err
+	}
+	if a.Kind, err = declaredKind(m); err != nil {
+		return a, err
+	}
+	if a.Kind == "" && files.hasAdapter() {
+		a.Kind = api.KindAdapter
+	}
+	if a.Kind != "" && a.Kind != api.KindBase {
+		return a, nil
+	}
+	if err := a.selectShards(ctx, blobs, m, files); err != nil {
+		return a, err
+	}
+	return a, a.checkBase()
+}
+
+// checkBase refuses a base that is not what it says it is.
+func (a Artifact) checkBase() error {
+	switch {
+	case a.Kind != api.KindBase || a.State == api.ContentPending:
+		return nil
+	case a.State == api.ContentNone:
+		return api.Errorf(api.CodeManifestInvalid, "the manifest says that it is a base, but holds no safetensors shard")
+	case a.Claim.IsZero() || a.State == api.ContentDirect && a.Claim == a.Shards.Aggregate:
+		return nil
+	}
+	derived := "none: the shard set is " + string(a.State)
+	if a.State == api.ContentDirect {
+		derived = a.Shards.Aggregate.String()
+	}
+	return Conflict(a.Claim.String(), derived)
+}
+
+// Conflict is the refusal of a manifest whose claim about its base is not what the registry finds.
+func Conflict(claimed, derived string) error {
+	return api.Errorf(api.CodeManifestInvalid, "annotation %s claims %s, but derived is %s", api.AnnotationAggregate,
+		claimed, derived).With(api.Conflict{Reason: api.CodeAggregateConflict, Claimed: claimed, Derived: derived})
+}
+
+// ownTypes are the artifact types that say the kind.
+var ownTypes = map[string]api.Kind{
+	api.ArtifactTypeAdapter:    api.KindAdapter,
+	api.ArtifactTypeCheckpoint: api.KindCheckpoint,
+	api.ArtifactTypeEval:       api.KindEval,
+	api.ArtifactTypeReceipt:    api.KindReceipt,
+	api.ArtifactTypeStatement:  api.KindStatement,
+}
+
+// declaredKind is the kind that the manifest says it is of: by artifact type or by annotation, which must agree.
+func declaredKind(m Manifest) (api.Kind, error) {
+	byType := ownTypes[m.ArtifactType]
+	said, ok := m.Annotations[api.AnnotationKind]
+	if !ok {
+		return byType, nil
+	}
+	k := api.Kind(said)
+	if !k.Known() {
+		return "", api.Errorf(api.CodeManifestInvalid, "annotation %s: %.80q is no kind", api.AnnotationKind, said)
+	}
+	if byType != "" && byType != k {
+		return "", api.Errorf(api.CodeManifestInvalid, "artifact type %s is of kind %s, but annotation %s says %s",
+			m.ArtifactType, byType, api.AnnotationKind, k)
+	}
+	return k, nil
+}
+
+// file is a layer with its name.
+type file struct {
+	Descriptor
+	name string
+	raw  bool // the blob is the file, byte for byte
+}
+
+// files are the named layers of a manifest, by name.
+type files map[string]file
+
+// filesOf returns the named layers. A name that could be misused, or that two layers share, refuses the manifest.
+func filesOf(m Manifest) (files, error) {
+	out := files{}
+	for i, d := range m.Layers {
+		name, err := nameOf(d)
+		if err != nil {
+			return nil, api.Errorf(api.CodeManifestInvalid, "layers[%d]: %v", i, err)
+		}
+		if name == "" {
+			continue
+		}
+		if _, twice := out[name]; twice {
+			return nil, api.Errorf(api.CodeManifestInvalid, "layers[%d]: file name %q occurs twice", i, name)
+		}
+		out[name] = file{d, name, isRaw(d, name)}
+	}
+	return out, nil
+}
+
+func nameOf(d Descriptor) (string, error) {
+	name, title := d.Annotations[api.AnnotationFilepath], d.Annotations[v1.AnnotationTitle]
+	switch {
+	case name != "" && title != "" && name != title:
+		return "", fmt.Errorf("two file names: %.80q and %.80q", name, title)
+	case name == "" && title != "":
+		name = title
+	case name == "":
+		name = d.Annotations[api.AnnotationCNAIPath]
+	}
+	if name == "" {
+		return "", nil
+	}
+	switch {
+	case len(name) > maxName:
+		return "", fmt.Errorf("file name is longer than %d bytes", maxName)
+	case strings.ContainsAny(name, "\\\x00"):
+		return "", fmt.Errorf("file name %q holds a backslash or a NUL", name)
+	case path.IsAbs(name), path.Clean(name) != name, name == ".", name == "..", strings.HasPrefix(name, "../"):
+		return "", fmt.Errorf("file name %q is not a plain relative path", name)
+	}
+	return name, nil
+}
+
+// isRaw says whether the layer's blob is the file itself. Clients that push single files label them as plain tar
+// layers, so that type alone can't tell; a name, and no note to unpack, can.
+func isRaw(d Descriptor, name string) bool {
+	switch {
+	case strings.HasSuffix(d.MediaType, ".raw"):
+		return true
+	case d.MediaType == v1.MediaTypeImageLayer:
+		return name != "" && d.Annotations[api.AnnotationOrasUnpack] != "true"
+	}
+	switch d.MediaType {
+	case "application/octet-stream", "application/vnd.docker.ai.safetensors",
+		"application/vnd.cncf.model.weight.v1.safetensors":
+		return true
+	}
+	return false
+}
+
+// isArchive says whether the layer may hold files that the registry has not looked at.
+func isArchive(d Descriptor) bool {
+	return strings.Contains(d.MediaType, ".tar") || d.Annotations[api.AnnotationOrasUnpack] == "true"
+}
+
+func (f files) hasAdapter() bool {
+	_, config := f["adapter_config.json"]
+	_, weights := f["adapter_model.safetensors"]
+	return config || weights
+}
+
+// selectShards derives the shard set as the loader would choose it, and the kind if it is still open.
+func (a *Artifact) selectShards(ctx context.Context, blobs Blobs, m Manifest, all files) error {
+	chosen, err := choose(ctx, blobs, all)
+	switch {
+	case err != nil:
+		return err
+	case chosen.state == api.ContentNone:
+		if slices.ContainsFunc(m.Layers, func(d Descriptor) bool {
+			return isArchive(d) && !isRaw(d, d.Name())
+		}) {
+			a.State = api.ContentPending
+		}
+		return nil
+	}
+	a.Kind, a.State = api.KindBase, chosen.state
+	a.Packaging = packaging(all, chosen.files)
+	if a.State != api.ContentDirect {
+		return nil
+	}
+	shards := make([]identity.Shard, len(chosen.files))
+	for i, f := range chosen.files {
+		shards[i] = identity.Shard{Filename: f.name, Size: uint64(f.Size), Digest: f.Digest}
+	}
+	if a.Shards, err = identity.New(shards); err != nil {
+		return api.Errorf(api.CodeManifestInvalid, "shards: %v", err)
+	}
+	return nil
+}
+
+// choice is the outcome of a selection: none, or a set of files that is direct, pending or incomplete.
+type choice struct {
+	state api.ContentState
+	files []file
+}
+
+func choose(ctx context.Context, blobs Blobs, all files) (choice, error) {
+	var entries []safetensors.Entry
+	for _, name := range slices.Sorted(maps.Keys(all)) {
+		if !strings.Contains(name, "/") {
+			entries = append(entries, safetensors.Entry{Name: name, Mode: safetensors.Regular, Size: all[name].Size})
+		}
+	}
+	var failed error // of reading, which says nothing about the content
+	sel, err := safetensors.Select(entries, func() ([]byte, error) {
+		b, err := readIndex(ctx, blobs, all)
+		failed = err
+		return b, err
+	})
+	var refused *safetensors.Error
+	switch {
+	case failed != nil:
+		return choice{}, failed
+	case errors.As(err, &refused) && refused.Code == safetensors.CodeNoShards:
+		return choice{state: api.ContentNone}, nil
+	case errors.As(err, &refused):
+		return choice{state: api.ContentIncomplete}, nil
+	case err != nil:
+		return choice{}, err
+	}
+	c := choice{state: api.ContentDirect}
+	for _, name := range sel.Shards {
+		f := all[name]
+		c.files = append(c.files, f)
+		if !f.raw && c.state == api.ContentDirect {
+			c.state = api.ContentPending
+		}
+		if !f.raw {
+			continue
+		}
+		ok, err := looksRight(ctx, blobs, f)
+		if err != nil {
+			return choice{}, err
+		}
+		if !ok {
+			c.state = api.ContentIncomplete
+		}
+	}
+	return c, nil
+}
+
+// readIndex reads the shard index. One that is too large, or in an archive, is read as empty: it is no index then.
+func readIndex(ctx context.Context, blobs Blobs, all files) ([]byte, error) {
+	f, ok := all[indexName]
+	if !ok || !f.raw || f.Size > api.MaxIndexDocumentBytes {
+		return nil, nil
+	}
+	r, err := blobs.Open(ctx, f.Digest, 0, -1)
+	if err != nil {
+		return nil, err
+	}
+	defer r.Close()
+	b, err := io.ReadAll(io.LimitReader(r, api.MaxIndexDocumentBytes+1))
+	if err != nil {
+		return nil, fmt.Errorf("read shard index: %w", err)
+	}
+	return b, nil
+}
+
+// looksRight reads the nine bytes that tell a safetensors file from a mislabelled archive or a file of zeros: the length
+// of a header that fits, and the brace that opens it.
+func looksRight(ctx context.Context, blobs Blobs, f file) (bool, error) {
+	const n = 9
+	if f.Size < n+1 {
+		return false, nil
+	}
+	r, err := blobs.Open(ctx, f.Digest, 0, n)
+	if err != nil {
+		return false, err
+	}
+	defer r.Close()
+	var head [n]byte
+	if _, err := io.ReadFull(r, head[:]); err != nil {
+		return false, fmt.Errorf("read the head of %s: %w", f.name, err)
+	}
+	size := binary.LittleEndian.Uint64(head[:8])
+	return size >= 2 && size <= uint64(f.Size-8) && size <= maxHeader && head[8] == '{', nil
+}
+
+// packaging hashes the names and digests of the files beside the shards. The shard index is no such file: it only
+// repeats how the shards are called.
+func packaging(all files, shards []file) identity.Digest {
+	weights := map[string]bool{indexName: true}
+	for _, f := range shards {
+		weights[f.name] = true
+	}
+	var lines []string
+	for _, f := range all {
+		if !weights[f.name] {
+			lines = append(lines, f.name+"\x00"+f.Digest.String()+"\n")
+		}
+	}
+	slices.Sort(lines)
+	return identity.Sum([]byte("kiln.packaging.v1\x00" + strings.Join(lines, "")))
+}

@@ -1,0 +1,393 @@
+package registry
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net/http"
+	"net/url"
+	"strconv"
+	"strings"
+	"syscall"
+	"time"
+
+	"github.com/gorilla/mux"
+
+	"github.com/kiln-registry/kiln-registry/api"
+	"github.com/kiln-registry/kiln-registry/blobstore"
+	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/index"
+	"github.com/kiln-registry/kiln-registry/registry/access"
+)
+
+// handler parses a request, calls one operation, and writes its outcome.
+type handler func(r *Registry, w *response, q *request) error
+
+// route is one row of the route table. An open route is answered at any time and to anybody.
+type route struct {
+	methods string
+	path    string
+	handle  handler
+	open    bool
+}
+
+// routes is every route that there is.
+var routes = []route{
+	{"GET HEAD", "/health", (*Registry).getHealth, true},
+	{"GET HEAD", "/v1/health", (*Registry).getHealth, true},
+	{"GET HEAD", "/readyz", (*Registry).getReady, true},
+
+	{"GET HEAD", "/v2/", (*Registry).getPing, false},
+	{"POST", "/v2/{name:.+}/blobs/uploads/", (*Registry).postUpload, false},
+	{"GET HEAD", "/v2/{name:.+}/blobs/uploads/{id}", (*Registry).getUpload, false},
+	{"PATCH", "/v2/{name:.+}/blobs/uploads/{id}", (*Registry).patchUpload, false},
+	{"PUT", "/v2/{name:.+}/blobs/uploads/{id}", (*Registry).putUpload, false},
+	{"DELETE", "/v2/{name:.+}/blobs/uploads/{id}", (*Registry).deleteUpload, false},
+	{"GET HEAD", "/v2/{name:.+}/blobs/{digest}", (*Registry).getBlob, false},
+	{"DELETE", "/v2/{name:.+}/blobs/{digest}", (*Registry).deleteBlob, false},
+	{"GET HEAD", "/v2/{name:.+}/manifests/{ref}", (*Registry).getManifest, false},
+	{"PUT", "/v2/{name:.+}/manifests/{ref}", (*Registry).putManifest, false},
+	{"DELETE", "/v2/{name:.+}/manifests/{ref}", (*Registry).deleteManifest, false},
+	{"GET HEAD", "/v2/{name:.+}/tags/list", (*Registry).getTags, false},
+	{"GET HEAD", "/v2/{name:.+}/referrers/{digest}", (*Registry).getReferrers, false},
+
+	{"GET HEAD", "/v1/openapi.yaml", (*Registry).getOpenAPI, false},
+	{"GET HEAD", "/v1/bases", (*Registry).getBases, false},
+	{"GET HEAD", "/v1/bases/{aggregate}", (*Registry).getBase, false},
+	{"GET HEAD", "/v1/bases/{aggregate}/manifest", (*Registry).getBaseManifest, false},
+	{"GET HEAD", "/v1/bases/{aggregate}/artifacts", (*Registry).getArtifacts, false},
+	{"POST", "/v1/compare", (*Registry).postCompare, false},
+}
+
+func newRouter(r *Registry) http.Handler {
+	m := mux.NewRouter().UseEncodedPath().SkipClean(true)
+	for _, rt := range routes {
+		m.HandleFunc(rt.path, r.serve(rt)).Methods(strings.Fields(rt.methods)...)
+	}
+	refuse := func(code api.Code) http.Handler {
+		return http.HandlerFunc(r.serve(route{open: true, handle: func(*Registry, *response, *request) error {
+			return api.Errorf(code, "")
+		}}))
+	}
+	m.NotFoundHandler = refuse(api.CodeRouteUnknown)
+	m.MethodNotAllowedHandler = refuse(api.CodeUnsupported)
+	return m
+}
+
+// request is a request whose caller is known.
+type request struct {
+	*http.Request
+	caller access.Caller
+	idle   time.Duration
+	body   *progressReader
+}
+
+// serve wraps a handler: it finds the caller, turns an error into an answer, and logs. Deadlines move with progress;
+// there is none on a request as a whole.
+func (r *Registry) serve(rt route) http.HandlerFunc {
+	return func(hw http.ResponseWriter, hr *http.Request) {
+		began := time.Now()
+		w := &response{ResponseWriter: hw, control: http.NewResponseController(hw), idle: r.idle}
+		q := &request{Request: hr, idle: r.idle}
+		q.body = &progressReader{r: hr.Body, control: w.control, idle: r.idle}
+		err := r.admit(rt, q)
+		if err == nil {
+			err = rt.handle(r, w, q)
+		}
+		if err != nil {
+			r.refuse(w, q, err)
+		}
+		w.extend() // for what is still buffered
+		r.record(w, q, err, time.Since(began))
+	}
+}
+
+// admit finds out who the caller is.
+func (r *Registry) admit(rt route, q *request) (err error) {
+	if rt.open {
+		return nil
+	}
+	if r.state.Load() == starting {
+		return api.Errorf(api.CodeUnavailable, "the index is being brought level with the store; try again soon")
+	}
+	q.caller, err = r.access.Caller(q.Request)
+	return err
+}
+
+// refuse answers with an error. Once an answer has begun, all that is left is to break it off.
+func (r *Registry) refuse(w *response, q *request, err error) {
+	if w.status != 0 {
+		return
+	}
+	e := asAPI(err)
+	switch e.Code {
+	case api.CodeUnauthorized:
+		w.Header().Set("WWW-Authenticate", `Basic realm="kiln"`)
+	case api.CodeUnavailable, api.CodeUploadBusy, api.CodeTooManyRequests:
+		w.Header().Set("Retry-After", "1")
+	}
+	for _, h := range []string{"Content-Length", "Content-Range", "Accept-Ranges", "ETag", "Docker-Content-Digest"} {
+		if h != "Content-Range" || e.Code != api.CodeRangeInvalid {
+			w.Header().Del(h)
+		}
+	}
+	w.json(q, e.Status(), api.Errors{Errors: []*api.Error{e}})
+}
+
+// outcomes is the one place where an error of a part of the registry becomes an error of the API.
+var outcomes = []struct {
+	err  error
+	code api.Code
+}{
+	{blobstore.ErrNotFound, api.CodeBlobUnknown},
+	{blobstore.ErrUploadUnknown, api.CodeBlobUploadUnknown},
+	{blobstore.ErrUploadBusy, api.CodeUploadBusy},
+	{blobstore.ErrOffset, api.CodeRangeInvalid},
+	{blobstore.ErrDigestMismatch, api.CodeDigestInvalid},
+	{blobstore.ErrSizeMismatch, api.CodeSizeInvalid},
+	{blobstore.ErrNoSpace, api.CodeStoreFull},
+	{syscall.ENOSPC, api.CodeStoreFull},
+	{syscall.EDQUOT, api.CodeStoreFull},
+	{index.ErrNotFound, api.CodeManifestUnknown},
+	{index.ErrReferred, api.CodeBlobReferred},
+	{index.ErrCursor, api.CodeParameterInvalid},
+}
+
+func asAPI(err error) *api.Error {
+	var e *api.Error
+	if errors.As(err, &e) {
+		return e
+	}
+	for _, o := range outcomes {
+		if errors.Is(err, o.err) {
+			return api.Errorf(o.code, "")
+		}
+	}
+	return api.AsError(err)
+}
+
+// record logs a request once: failures of the registry as errors, changes as information, the rest for debugging.
+func (r *Registry) record(w *response, q *request, err error, took time.Duration) {
+	level := slog.LevelDebug
+	switch {
+	case err != nil && w.status >= 500:
+		level = slog.LevelError
+	case q.Method != http.MethodGet && q.Method != http.MethodHead:
+		level = slog.LevelInfo
+	}
+	if !r.log.Enabled(q.Context(), level) {
+		return
+	}
+	attrs := []slog.Attr{
+		slog.String("method", q.Method), slog.String("path", q.URL.Path), slog.Int("status", w.status),
+		slog.String("caller", q.caller.Name), slog.Int64("in", q.body.n), slog.Int64("out", w.n), slog.Duration("took", took),
+	}
+	if err != nil {
+		attrs = append(attrs, slog.String("error", err.Error()))
+	}
+	r.log.LogAttrs(context.WithoutCancel(q.Context()), level, "request", attrs...)
+}
+
+// param returns an element of the path, decoded.
+func (q *request) param(name string) string {
+	raw := mux.Vars(q.Request)[name]
+	if s, err := url.PathUnescape(raw); err == nil {
+		return s
+	}
+	return raw
+}
+
+func (q *request) repo() (string, error) {
+	name := q.param("name")
+	return name, api.CheckRepo(name)
+}
+
+// repoDigest returns the repository and the digest of the path.
+func (q *request) repoDigest() (string, identity.Digest, error) {
+	repo, err := q.repo()
+	if err != nil {
+		return "", identity.Digest{}, err
+	}
+	d, err := api.ParseDigest(q.param("digest"))
+	return repo, d, err
+}
+
+func (q *request) aggregate() (identity.Aggregate, error) {
+	a, err := identity.ParseAggregate(q.param("aggregate"))
+	if err != nil {
+		return a, api.Errorf(api.CodeParameterInvalid, "aggregate: %v", err)
+	}
+	return a, nil
+}
+
+// number returns a number of the query: def if it is absent, most if it is larger.
+func (q *request) number(name string, def, most int) (int, error) {
+	s := q.URL.Query().Get(name)
+	if s == "" {
+		return def, nil
+	}
+	n, err := strconv.ParseUint(s, 10, 63)
+	if err != nil && !errors.Is(err, strconv.ErrRange) {
+		return 0, api.Errorf(api.CodeParameterInvalid, "%s=%.40q is not a number", name, s)
+	}
+	return int(min(n, uint64(most))), nil
+}
+
+// document reads the body of at most limit bytes.
+func (q *request) document(limit int64) ([]byte, error) {
+	if q.ContentLength > limit {
+		return nil, api.Errorf(api.CodeContentTooLarge, "body has %d bytes, at most %d are taken", q.ContentLength, limit)
+	}
+	b, err := io.ReadAll(io.LimitReader(q.body, limit+1))
+	if err != nil {
+		return nil, api.Errorf(api.CodeParameterInvalid, "read body: %v", err)
+	}
+	if int64(len(b)) > limit {
+		return nil, api.Errorf(api.CodeContentTooLarge, "body has more than %d bytes", limit)
+	}
+	return b, nil
+}
+
+// progressReader reads a request's body and gives the client another idle period before each read.
+type progressReader struct {
+	r       io.Reader
+	control *http.ResponseController
+	idle    time.Duration
+	n       int64
+	err     error // the last one, unless it was the end
+}
+
+func (p *progressReader) Read(b []byte) (int, error) {
+	_ = p.control.SetReadDeadline(time.Now().Add(p.idle)) // not every ResponseWriter has deadlines
+	n, err := p.r.Read(b)
+	p.n += int64(n)
+	if err != nil && err != io.EOF {
+		p.err = err
+	}
+	return n, err
+}
+
+// window is how much of a blob is given to the connection at a time: a client that takes less than this in an idle
+// period is cut off. The kernel sends a window without copying it.
+const window = 1 << 20
+
+// response is the writer of an answer. It gives the client another idle period with each piece, and keeps the io.ReaderFrom of
+// the connection usable, so that files are sent by the kernel.
+type response struct {
+	http.ResponseWriter
+	control *http.ResponseController
+	idle    time.Duration
+	status  int
+	n       int64
+}
+
+// Unwrap is for http.ResponseController.
+func (w *response) Unwrap() http.ResponseWriter { return w.ResponseWriter }
+
+func (w *response) extend() {
+	_ = w.control.SetWriteDeadline(time.Now().Add(w.idle)) // not every ResponseWriter has deadlines
+}
+
+func (w *response) WriteHeader(status int) {
+	w.status = status
+	w.extend()
+	w.ResponseWriter.WriteHeader(status)
+}
+
+func (w *response) Write(b []byte) (int, error) {
+	if w.status == 0 {
+		w.WriteHeader(http.StatusOK)
+	}
+	w.extend()
+	n, err := w.ResponseWriter.Write(b)
+	w.n += int64(n)
+	return n, err
+}
+
+// ReadFrom implements io.ReaderFrom. Of a reader with a limit it passes on windows with a limit: that is the form which
+// the connection recognises as a file to send.
+func (w *response) ReadFrom(src io.Reader) (total int64, err error) {
+	to, ok := w.ResponseWriter.(io.ReaderFrom)
+	limited, isLimited := src.(*io.LimitedReader)
+	if !ok || !isLimited {
+		return io.Copy(struct{ io.Writer }{w}, src)
+	}
+	for limited.N > 0 {
+		part := io.LimitedReader{R: limited.R, N: min(limited.N, window)}
+		w.extend()
+		n, err := to.ReadFrom(&part)
+		total += n
+		limited.N -= n
+		w.n += n
+		if err != nil || n == 0 {
+			return total, err
+		}
+	}
+	return total, nil
+}
+
+// json answers with a document.
+func (w *response) json(q *request, status int, v any) error {
+	b, err := json.Marshal(v)
+	if err != nil {
+		return fmt.Errorf("encode answer: %w", err)
+	}
+	return w.bytes(q, status, "application/json", append(b, '\n'))
+}
+
+// bytes answers with a document as it is; a HEAD gets its length only.
+func (w *response) bytes(q *request, status int, contentType string, b []byte) error {
+	h := w.Header()
+	h.Set("Content-Type", contentType)
+	h.Set("X-Content-Type-Options", "nosniff")
+	h.Set("Content-Length", strconv.Itoa(len(b)))
+	w.WriteHeader(status)
+	if q.Method == http.MethodHead {
+		return nil
+	}
+	_, err := w.Write(b)
+	return err
+}
+
+// next adds the link to the next page of a listing.
+func (w *response) next(path string, query url.Values) {
+	w.Header().Set("Link", fmt.Sprintf("<%s?%s>; rel=\"next\"", path, query.Encode()))
+}
+
+func (r *Registry) getPing(w *response, q *request) error {
+	// A caller without a name is told to authenticate even where anonymous pulls are allowed: clients decide with this
+	// request whether to send what they have.
+	if !r.access.Open() && q.caller.Name == "" {
+		return api.Errorf(api.CodeUnauthorized, "")
+	}
+	w.Header().Set("Docker-Distribution-API-Version", "registry/2.0")
+	return w.json(q, http.StatusOK, struct{}{})
+}
+
+func (r *Registry) getHealth(w *response, q *request) error {
+	h := r.Health()
+	status := http.StatusOK
+	if h.Status != "ok" {
+		status = http.StatusServiceUnavailable
+	}
+	return w.json(q, status, h)
+}
+
+func (r *Registry) getReady(w *response, q *request) error {
+	if s := r.state.Load(); s != ready {
+		return api.Errorf(api.CodeUnavailable, "%s", map[int32]string{starting: "starting", stopping: "stopping"}[s])
+	}
+	return w.json(q, http.StatusOK, struct {
+		Ready bool `json:"ready"`
+	}{true})
+}
+
+func (r *Registry) getOpenAPI(w *response, q *request) error {
+	if err := q.caller.CheckAnywhere(access.Pull); err != nil {
+		return err
+	}
+	return w.bytes(q, http.StatusOK, "application/yaml", api.OpenAPI())
+}

@@ -1,0 +1,457 @@
+package registry
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/http"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/kiln-registry/kiln-registry/api"
+	"github.com/kiln-registry/kiln-registry/blobstore"
+	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/index"
+	"github.com/kiln-registry/kiln-registry/registry/access"
+	"github.com/kiln-registry/kiln-registry/registry/classify"
+)
+
+// maxTagParams is how many tags one PUT of a manifest may move.
+const maxTagParams = 64
+
+// Manifest returns a manifest of a repository, by tag or digest, with its exact bytes. ErrManifestUnknown.
+func (r *Registry) Manifest(ctx context.Context, c access.Caller, repo string, ref api.Ref) (index.Record, []byte, error) {
+	if err := c.Check(access.Pull, repo); err != nil {
+		return index.Record{}, nil, err
+	}
+	rec, b, err := r.ix.Manifest(ctx, repo, ref.String())
+	return rec, b, unknownManifest(err, repo, ref)
+}
+
+func unknownManifest(err error, repo string, ref api.Ref) error {
+	if errors.Is(err, index.ErrNotFound) {
+		return api.Errorf(api.CodeManifestUnknown, "manifest %s is unknown to repository %s", ref, repo)
+	}
+	return err
+}
+
+// PutManifest puts a manifest into a repository and points tags to it; a ref that is a tag is one of them. The manifest
+// is classified, and its record, durable and indexed on return, is what the registry derived. Putting again what is
+// there changes nothing.
+//
+// ErrDigestInvalid if ref is a digest and not that of the body; ErrManifestInvalid if the manifest breaks a rule or
+// contradicts itself or the bytes; ErrManifestBlobUnknown and ErrSizeInvalid if a blob is not held by this repository or
+// has another size; ErrStoreFull.
+func (r *Registry) PutManifest(ctx context.Context, c access.Caller, repo string, ref api.Ref, tags []string, contentType string,
+	body []byte) (index.Record, error) {
+	if err := c.Check(access.Push, repo); err != nil {
+		return index.Record{}, err
+	}
+	d := identity.Sum(body)
+	if ref.Tag != "" {
+		tags = append(slices.Clone(tags), ref.Tag)
+	} else if ref.Digest != d {
+		return index.Record{}, api.Errorf(api.CodeDigestInvalid, "manifest is %s, not %s", d, ref.Digest)
+	}
+	m, err := classify.Parse(contentType, body)
+	if err != nil {
+		return index.Record{}, err
+	}
+	if err := r.checkBlobs(ctx, repo, m); err != nil {
+		return index.Record{}, err
+	}
+	put, err := r.derive(ctx, repo, m, body)
+	if err != nil {
+		return index.Record{}, err
+	}
+	if err := r.checkSubject(ctx, c, m, put.Record); err != nil {
+		return index.Record{}, err
+	}
+	return r.keep(ctx, put, tags)
+}
+
+// keep makes a manifest and its tags durable, unless all of that is there.
+func (r *Registry) keep(ctx context.Context, put index.PutManifest, tags []string) (index.Record, error) {
+	put.Created = r.now()
+	old, err := r.ix.Get(ctx, put.Repo, put.Digest.String())
+	if err != nil && !errors.Is(err, index.ErrNotFound) {
+		return old, err
+	}
+	known := err == nil && old.MediaType == put.MediaType
+	if known {
+		put.Created = old.Created
+	}
+	for _, tag := range tags {
+		at, err := r.ix.Get(ctx, put.Repo, tag)
+		if err != nil && !errors.Is(err, index.ErrNotFound) {
+			return old, err
+		}
+		known = known && err == nil && at.Digest == put.Digest
+	}
+	if known {
+		return old, nil
+	}
+	err = r.change(ctx, put.Repo, func(seq uint64) ([]blobstore.Ref, []index.Op) {
+		put.Seq = seq
+		ref := blobstore.Ref{Repo: put.Repo, Name: put.Digest.String(), Seq: seq, Digest: put.Digest, MediaType: put.MediaType,
+			Manifest: put.Manifest, Time: put.Created}
+		refs, ops := []blobstore.Ref{ref}, []index.Op{put}
+		ref.Manifest, ref.Time = nil, r.now()
+		for _, tag := range tags {
+			ref.Name = tag
+			refs = append(refs, ref)
+			ops = append(ops, index.PutTag{Repo: put.Repo, Tag: tag, Digest: put.Digest, Seq: seq})
+		}
+		return refs, ops
+	})
+	return put.Record, err
+}
+
+// change makes a change of one repository: durable in the store first, then in the index.
+func (r *Registry) change(ctx context.Context, repo string, make func(seq uint64) ([]blobstore.Ref, []index.Op)) error {
+	ctx = context.WithoutCancel(ctx) // once the store has it, the index gets it
+	r.writes.RLock()
+	defer r.writes.RUnlock()
+	seq, err := r.ix.NextSeq(ctx, repo)
+	if err != nil {
+		return err
+	}
+	refs, ops := make(seq)
+	p := r.kept.begin()
+	at, err := r.refs.Put(ctx, refs...)
+	if err == nil {
+		err = r.ix.Apply(ctx, append(ops, index.Checkpoint{Position: uint64(r.kept.reach(p, at))})...)
+	}
+	r.kept.end(p, err == nil)
+	return err
+}
+
+// checkBlobs checks that the repository holds what the manifest refers to, with the sizes that it states. The children
+// of an index may be absent: a sparse index is a valid one.
+func (r *Registry) checkBlobs(ctx context.Context, repo string, m classify.Manifest) error {
+	sizes := map[identity.Digest]int64{}
+	for _, d := range m.Blobs() {
+		missing := api.Missing{Digest: d.Digest.String(), Name: d.Name()}
+		size, checked := sizes[d.Digest]
+		if !checked {
+			i, err := r.statBlob(ctx, repo, d.Digest)
+			switch {
+			case errors.Is(asAPI(err), api.ErrBlobUnknown) && err != nil:
+				return api.Errorf(api.CodeManifestBlobUnknown, "blob %s%s is unknown to repository %s", d.Digest,
+					quoted(missing.Name), repo).With(missing)
+			case err != nil:
+				return err
+			}
+			size, sizes[d.Digest] = i.Size, i.Size
+		}
+		if d.Size != size {
+			return api.Errorf(api.CodeSizeInvalid, "blob %s%s has %d bytes, but its descriptor says %d", d.Digest,
+				quoted(missing.Name), size, d.Size).With(missing)
+		}
+	}
+	return nil
+}
+
+func quoted(name string) string {
+	if name == "" {
+		return ""
+	}
+	return fmt.Sprintf(" (%.80q)", name)
+}
+
+// derive makes the record of a manifest from the manifest, the blobs it names and what its repository holds, and from
+// nothing else: so that it comes out the same when the index is rebuilt.
+func (r *Registry) derive(ctx context.Context, repo string, m classify.Manifest, body []byte) (index.PutManifest, error) {
+	a, err := classify.Classify(ctx, r.store, m)
+	if err != nil {
+		return index.PutManifest{}, err
+	}
+	put := index.PutManifest{
+		Record: index.Record{
+			Repo: repo, Digest: identity.Sum(body), MediaType: m.MediaType, Size: int64(len(body)),
+			ArtifactType: m.ReferrerType(), Annotations: m.Annotations, Subject: m.Subject,
+			Kind: a.Kind, State: a.State, Packaging: a.Packaging, Evidence: api.EvidenceNone,
+		},
+		Manifest: body, Refers: m.Refers(), Shards: a.Shards,
+	}
+	if a.Kind == api.KindBase {
+		put.Aggregate, put.ShardCount, put.TotalSize = a.Shards.Aggregate, len(a.Shards.Shards), a.Shards.TotalSize
+		return put, nil
+	}
+	put.Aggregate = a.Claim
+	if put.Aggregate.IsZero() && !m.Subject.IsZero() {
+		subject, err := r.ix.Get(ctx, repo, m.Subject.String())
+		if err != nil && !errors.Is(err, index.ErrNotFound) {
+			return put, err
+		}
+		if err == nil && subject.Kind == api.KindBase {
+			put.Aggregate = subject.Aggregate
+		}
+	}
+	if !put.Aggregate.IsZero() {
+		put.Evidence = api.EvidenceAsserted
+	}
+	return put, nil
+}
+
+// checkSubject refuses a manifest whose annotation names another base than its subject is, wherever the caller may look
+// at that subject.
+func (r *Registry) checkSubject(ctx context.Context, c access.Caller, m classify.Manifest, rec index.Record) error {
+	if rec.Kind == api.KindBase || rec.Aggregate.IsZero() || m.Subject.IsZero() {
+		return nil
+	}
+	for repo, err := range r.ix.ManifestHolders(ctx, m.Subject) {
+		if err != nil {
+			return err
+		}
+		if !c.Sees(repo) {
+			continue
+		}
+		subject, err := r.ix.Get(ctx, repo, m.Subject.String())
+		if errors.Is(err, index.ErrNotFound) {
+			continue
+		}
+		if err != nil {
+			return err
+		}
+		if subject.Kind == api.KindBase && !subject.Aggregate.IsZero() && subject.Aggregate != rec.Aggregate {
+			return classify.Conflict(rec.Aggregate.String(), subject.Aggregate.String())
+		}
+		return nil
+	}
+	return nil
+}
+
+// DeleteManifest drops a tag, or a manifest with the tags that point to it, from a repository. ErrManifestUnknown.
+func (r *Registry) DeleteManifest(ctx context.Context, c access.Caller, repo string, ref api.Ref) error {
+	if err := c.Check(access.Delete, repo); err != nil {
+		return err
+	}
+	rec, err := r.ix.Get(ctx, repo, ref.String())
+	if err != nil {
+		return unknownManifest(err, repo, ref)
+	}
+	tags := []string{ref.Tag}
+	if ref.Tag == "" {
+		if tags, err = r.ix.TagsOf(ctx, repo, rec.Digest); err != nil {
+			return err
+		}
+	}
+	return r.change(ctx, repo, func(seq uint64) (refs []blobstore.Ref, ops []index.Op) {
+		gone := blobstore.Ref{Repo: repo, Seq: seq, Deleted: true, Digest: rec.Digest, MediaType: rec.MediaType, Time: r.now()}
+		if ref.Tag == "" {
+			gone.Name = rec.Digest.String()
+			refs = append(refs, gone)
+			ops = append(ops, index.DeleteManifest{Repo: repo, Digest: rec.Digest, Seq: seq})
+		}
+		for _, tag := range tags {
+			gone.Name = tag
+			refs = append(refs, gone)
+			ops = append(ops, index.DeleteTag{Repo: repo, Tag: tag, Seq: seq})
+		}
+		return refs, ops
+	})
+}
+
+// Replay brings the index level with the store and makes the registry ready. It classifies again what the index lacks,
+// which after a loss of the index is everything.
+func (r *Registry) Replay(ctx context.Context) error {
+	r.writes.Lock()
+	defer r.writes.Unlock()
+	from, err := r.ix.Checkpoint(ctx)
+	if err != nil {
+		return err
+	}
+	began := time.Now()
+	re := replay{r: r, at: blobstore.Position(from), bases: map[string]identity.Aggregate{}}
+	for ref, err := range r.refs.Since(ctx, re.at) {
+		if err == nil {
+			err = re.add(ctx, ref)
+		}
+		if err != nil {
+			return fmt.Errorf("bring the index level with the store: %w", err)
+		}
+	}
+	if err := re.flush(ctx); err != nil {
+		return fmt.Errorf("bring the index level with the store: %w", err)
+	}
+	if re.n > 0 {
+		r.log.Info("index brought level with the store", "from", from, "refs", re.n, "took", time.Since(began))
+	}
+	r.kept.start(re.at)
+	r.state.CompareAndSwap(starting, ready)
+	return nil
+}
+
+// Reindex drops the index and makes it anew from the store. The registry serves nothing meanwhile. Open uploads and
+// blobs that wait for a manifest are forgotten.
+func (r *Registry) Reindex(ctx context.Context) error {
+	if !r.state.CompareAndSwap(ready, starting) && r.state.Load() == stopping {
+		return api.Errorf(api.CodeUnavailable, "the registry is stopping")
+	}
+	r.writes.Lock()
+	err := r.ix.Reset(ctx)
+	r.writes.Unlock()
+	if err != nil {
+		return err
+	}
+	return r.Replay(ctx)
+}
+
+// replay turns refs back into changes of the index, in batches.
+type replay struct {
+	r     *Registry
+	ops   []index.Op
+	bytes int
+	bases map[string]identity.Aggregate // by repository and digest: of the batch, which the index does not know yet
+	at    blobstore.Position
+	n     int
+}
+
+// The size of a batch.
+const (
+	replayOps   = 512
+	replayBytes = 8 << 20
+)
+
+func (re *replay) add(ctx context.Context, ref blobstore.PlacedRef) error {
+	op, err := re.op(ctx, ref.Ref)
+	if err != nil {
+		return fmt.Errorf("%s %s: %w", ref.Repo, ref.Name, err)
+	}
+	re.ops, re.bytes, re.at = append(re.ops, op), re.bytes+len(ref.Manifest), ref.After
+	re.n++
+	if len(re.ops) < replayOps && re.bytes < replayBytes {
+		return nil
+	}
+	return re.flush(ctx)
+}
+
+func (re *replay) flush(ctx context.Context) error {
+	if len(re.ops) == 0 {
+		return nil
+	}
+	err := re.r.ix.Apply(ctx, append(re.ops, index.Checkpoint{Position: uint64(re.at)})...)
+	re.ops, re.bytes = re.ops[:0], 0
+	clear(re.bases)
+	return err
+}
+
+func (re *replay) op(ctx context.Context, ref blobstore.Ref) (index.Op, error) {
+	isTag := ref.Name != ref.Digest.String()
+	switch {
+	case ref.Deleted && isTag:
+		return index.DeleteTag{Repo: ref.Repo, Tag: ref.Name, Seq: ref.Seq}, nil
+	case ref.Deleted:
+		return index.DeleteManifest{Repo: ref.Repo, Digest: ref.Digest, Seq: ref.Seq}, nil
+	case isTag:
+		return index.PutTag{Repo: ref.Repo, Tag: ref.Name, Digest: ref.Digest, Seq: ref.Seq}, nil
+	}
+	return re.manifest(ctx, ref)
+}
+
+// manifest derives again what is known of a manifest. One that can't be classified any more, as its blobs are gone or
+// the rules have become stricter, is kept all the same: it was acknowledged.
+func (re *replay) manifest(ctx context.Context, ref blobstore.Ref) (index.Op, error) {
+	m, err := classify.Parse(ref.MediaType, ref.Manifest)
+	if err != nil {
+		return nil, fmt.Errorf("%w: a manifest that was taken does not parse: %w", blobstore.ErrDamaged, err)
+	}
+	put, err := re.r.derive(ctx, ref.Repo, m, ref.Manifest)
+	switch {
+	case errors.Is(err, blobstore.ErrNotFound), errors.Is(err, api.ErrManifestInvalid):
+		re.r.log.Warn("manifest kept without classification", "repository", ref.Repo,
+			"digest", ref.Digest.String(), "error", err)
+		put.Record = index.Record{Repo: ref.Repo, Digest: ref.Digest, MediaType: m.MediaType, Size: int64(len(ref.Manifest)),
+			ArtifactType: m.ReferrerType(), Annotations: m.Annotations, Subject: m.Subject,
+			State: api.ContentIncomplete, Evidence: api.EvidenceNone}
+		put.Manifest, put.Refers = ref.Manifest, m.Refers()
+	case err != nil:
+		return nil, err
+	}
+	if base, ok := re.bases[ref.Repo+"\x00"+m.Subject.String()]; ok && put.Kind != api.KindBase && put.Aggregate.IsZero() {
+		put.Aggregate, put.Evidence = base, api.EvidenceAsserted
+	}
+	if put.Kind == api.KindBase && !put.Aggregate.IsZero() {
+		re.bases[ref.Repo+"\x00"+put.Digest.String()] = put.Aggregate
+	}
+	put.Seq, put.Created = ref.Seq, ref.Time
+	return put, nil
+}
+
+func (q *request) repoRef() (string, api.Ref, error) {
+	repo, err := q.repo()
+	if err != nil {
+		return "", api.Ref{}, err
+	}
+	ref, err := api.ParseRef(q.param("ref"))
+	return repo, ref, err
+}
+
+func (r *Registry) getManifest(w *response, q *request) error {
+	repo, ref, err := q.repoRef()
+	if err != nil {
+		return err
+	}
+	rec, b, err := r.Manifest(q.Context(), q.caller, repo, ref)
+	if err != nil {
+		return err
+	}
+	if !rec.Subject.IsZero() {
+		w.Header().Set(api.HeaderSubject, rec.Subject.String())
+	}
+	w.Header().Set("Content-Type", rec.MediaType)
+	if w.unchanged(q, rec.Digest) {
+		return nil
+	}
+	return w.bytes(q, http.StatusOK, rec.MediaType, b)
+}
+
+func (r *Registry) putManifest(w *response, q *request) error {
+	repo, ref, err := q.repoRef()
+	if err != nil {
+		return err
+	}
+	tags := q.URL.Query()["tag"]
+	if len(tags) > maxTagParams {
+		return api.Errorf(api.CodeTagInvalid, "%d tags in one request, at most %d are taken", len(tags), maxTagParams)
+	}
+	for _, t := range tags {
+		if err := api.CheckTag(t); err != nil {
+			return err
+		}
+	}
+	// Whoever may not push is told so before the body is read.
+	if err := q.caller.Check(access.Push, repo); err != nil {
+		return err
+	}
+	body, err := q.document(api.MaxManifestBytes)
+	if err != nil {
+		return err
+	}
+	rec, err := r.PutManifest(q.Context(), q.caller, repo, ref, tags, q.Header.Get("Content-Type"), body)
+	if err != nil {
+		return err
+	}
+	if !rec.Subject.IsZero() {
+		w.Header().Set(api.HeaderSubject, rec.Subject.String())
+	}
+	if len(tags) > 0 {
+		w.Header().Set("OCI-Tag", strings.Join(tags, ", "))
+	}
+	w.created(api.PathManifest(repo, rec.Digest.String()), rec.Digest)
+	return nil
+}
+
+func (r *Registry) deleteManifest(w *response, q *request) error {
+	repo, ref, err := q.repoRef()
+	if err != nil {
+		return err
+	}
+	if err := r.DeleteManifest(q.Context(), q.caller, repo, ref); err != nil {
+		return err
+	}
+	w.WriteHeader(http.StatusAccepted)
+	return nil
+}

@@ -1,0 +1,202 @@
+// Package registry is a registry for model weights: an http.Handler over a blob store and an index. It speaks the OCI
+// distribution API under /v2, and under /v1 it finds base models, and what was made from them, by the bytes of their
+// shards.
+//
+// Every operation is a method that takes the caller; a handler only parses, calls one and writes. The store is the
+// truth: a change is a ref that the store holds durably before the index hears of it, and the index is brought up to
+// the store at every start.
+package registry
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net/http"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/kiln-registry/kiln-registry/api"
+	"github.com/kiln-registry/kiln-registry/blobstore"
+	"github.com/kiln-registry/kiln-registry/index"
+	"github.com/kiln-registry/kiln-registry/registry/access"
+)
+
+const (
+	// uploadTTL is how long an upload may stay open, and uploadQuiet how long one that has run out may still be written
+	// to before it is dropped.
+	uploadTTL   = 7 * 24 * time.Hour
+	uploadQuiet = time.Hour
+	// leaseTTL is how long an uploaded or mounted blob waits in its repository for a manifest that refers to it.
+	leaseTTL = 7 * 24 * time.Hour
+	// defaultIdle is how long a request may make no progress.
+	defaultIdle = time.Minute
+)
+
+// Config is what a registry is made of. All fields but Clock and IdleTimeout are needed.
+type Config struct {
+	Store       blobstore.Store
+	Refs        blobstore.Refs
+	Uploads     blobstore.Uploads
+	Index       *index.Index
+	Access      *access.Gate
+	Log         *slog.Logger
+	Version     string
+	Clock       func() time.Time // nil: time.Now
+	IdleTimeout time.Duration    // how long a request or an answer may make no progress; zero: one minute
+}
+
+// Registry is a registry. It is safe for concurrent use. It owns none of its parts: whoever made them closes them, after
+// the last request has ended.
+type Registry struct {
+	store   blobstore.Store
+	refs    blobstore.Refs
+	uploads blobstore.Uploads
+	ix      *index.Index
+	access  *access.Gate
+	log     *slog.Logger
+	version string
+	now     func() time.Time
+	idle    time.Duration
+	router  http.Handler
+
+	state  atomic.Int32
+	writes sync.RWMutex // held for writing while the index is rebuilt
+	kept   watermark
+}
+
+// The states of a registry.
+const (
+	starting int32 = iota // the index is not level with the store yet: nothing is served but health
+	ready
+	stopping // not ready for more, but what comes is served
+)
+
+// New returns a registry that answers 503 until Replay has brought its index level with the store.
+func New(c Config) (*Registry, error) {
+	if c.Store == nil || c.Refs == nil || c.Uploads == nil || c.Index == nil || c.Access == nil || c.Log == nil {
+		return nil, errors.New("registry: config is not complete")
+	}
+	r := &Registry{
+		store: c.Store, refs: c.Refs, uploads: c.Uploads, ix: c.Index, access: c.Access, log: c.Log,
+		version: c.Version, now: c.Clock, idle: c.IdleTimeout,
+	}
+	if r.now == nil {
+		r.now = time.Now
+	}
+	if r.idle <= 0 {
+		r.idle = defaultIdle
+	}
+	r.router = newRouter(r)
+	return r, nil
+}
+
+// ServeHTTP implements http.Handler.
+func (r *Registry) ServeHTTP(w http.ResponseWriter, req *http.Request) { r.router.ServeHTTP(w, req) }
+
+// Stop makes the registry say that it is not ready, so that no more requests are sent to it. It goes on to serve those
+// that come.
+func (r *Registry) Stop() { r.state.Store(stopping) }
+
+// Health describes the registry.
+func (r *Registry) Health() api.Health {
+	state := r.state.Load()
+	h := api.Health{
+		Status: "ok", Version: r.version, Role: "registry", Backend: "none",
+		Checks: []api.Check{
+			{Name: "index_level_with_store", Pass: state != starting},
+			{Name: "accepting_requests", Pass: state == ready},
+		},
+	}
+	if state != ready {
+		h.Status = "maintenance"
+	}
+	return h
+}
+
+// PurgeUploads drops the uploads that have run out and returns how many those were.
+func (r *Registry) PurgeUploads(ctx context.Context) (int, error) {
+	n := 0
+	for u, err := range r.uploads.Uploads(ctx) {
+		if err != nil {
+			return n, fmt.Errorf("list uploads: %w", err)
+		}
+		known, err := r.ix.Upload(ctx, u.ID)
+		if err != nil && !errors.Is(err, index.ErrNotFound) {
+			return n, err
+		}
+		now := r.now()
+		if err == nil && known.Expires.After(now) || now.Sub(u.Touched) < uploadQuiet {
+			continue
+		}
+		if err := r.drop(ctx, u.ID); err != nil {
+			r.log.Warn("upload not dropped", "id", u.ID, "error", err)
+			continue
+		}
+		n++
+	}
+	return n, nil
+}
+
+// watermark knows up to which position of the store every ref is in the index. Refs are kept by many goroutines at a
+// time and reach the index in another order, so the position of the last one that did is not it.
+type watermark struct {
+	mu       sync.Mutex
+	returned blobstore.Position          // highest that the store gave out
+	pending  map[pass]blobstore.Position // for each ref on its way, one that it comes after
+	pinned   bool                        // a ref may be kept that the index lacks: never go past floor
+	floor    blobstore.Position
+}
+
+type pass = *struct{ _ byte }
+
+// begin announces a ref that is about to be kept.
+func (w *watermark) begin() pass {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.pending == nil {
+		w.pending = map[pass]blobstore.Position{}
+	}
+	p := new(struct{ _ byte })
+	w.pending[p] = w.returned
+	return p
+}
+
+// reach says that the ref was kept at a position, and returns up to where the index is level once it has this ref.
+func (w *watermark) reach(p pass, at blobstore.Position) blobstore.Position {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.returned = max(w.returned, at)
+	level := w.returned
+	for other, after := range w.pending {
+		if other != p {
+			level = min(level, after)
+		}
+	}
+	if w.pinned {
+		level = min(level, w.floor)
+	}
+	return level
+}
+
+// end says that the ref is in the index, or that nobody knows whether it is.
+func (w *watermark) end(p pass, applied bool) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	after := w.pending[p]
+	delete(w.pending, p)
+	if !applied {
+		if w.pinned {
+			after = min(after, w.floor)
+		}
+		w.pinned, w.floor = true, after
+	}
+}
+
+// start forgets everything: all refs up to a position are in the index.
+func (w *watermark) start(at blobstore.Position) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.returned, w.pending, w.pinned, w.floor = at, nil, false, 0
+}

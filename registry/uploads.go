@@ -1,0 +1,373 @@
+package registry
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"strconv"
+	"strings"
+
+	"github.com/kiln-registry/kiln-registry/api"
+	"github.com/kiln-registry/kiln-registry/blobstore"
+	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/index"
+	"github.com/kiln-registry/kiln-registry/registry/access"
+)
+
+// CreateUpload opens an upload in a repository. d and size are what the client says about the bytes to come: zero and
+// negative where it says nothing. The upload can be gone on with after the end of this process, by the same caller.
+// ErrStoreFull.
+func (r *Registry) CreateUpload(ctx context.Context, c access.Caller, repo string, d identity.Digest, size int64) (id string, err error) {
+	if err := c.Check(access.Push, repo); err != nil {
+		return "", err
+	}
+	s, err := r.store.Create(ctx, d, size)
+	if err != nil {
+		return "", err
+	}
+	r.writes.RLock()
+	defer r.writes.RUnlock()
+	err = r.ix.Apply(ctx, index.PutUpload{Upload: index.Upload{
+		ID: s.ID(), Repo: repo, Caller: c.Name, Digest: d, Size: size, Expires: r.now().Add(uploadTTL),
+	}})
+	if err != nil {
+		return "", errors.Join(err, s.Abort(context.WithoutCancel(ctx)))
+	}
+	return s.ID(), nil
+}
+
+// upload finds an open upload. One of another repository or caller is as unknown as one that never was.
+func (r *Registry) upload(ctx context.Context, c access.Caller, repo, id string) (blobstore.Upload, index.Upload, error) {
+	unknown := api.Errorf(api.CodeBlobUploadUnknown, "upload is unknown to repository %s, or has ended", repo)
+	if err := c.Check(access.Push, repo); err != nil {
+		return nil, index.Upload{}, err
+	}
+	u, err := r.ix.Upload(ctx, id)
+	switch {
+	case errors.Is(err, index.ErrNotFound):
+		return nil, u, unknown
+	case err != nil:
+		return nil, u, err
+	case u.Repo != repo || u.Caller != c.Name || !u.Expires.After(r.now()):
+		return nil, u, unknown
+	}
+	s, err := r.store.Resume(ctx, id)
+	if errors.Is(err, blobstore.ErrUploadUnknown) {
+		return nil, u, unknown
+	}
+	return s, u, err
+}
+
+// StatUpload returns how many bytes of an upload the registry holds. ErrBlobUploadUnknown.
+func (r *Registry) StatUpload(ctx context.Context, c access.Caller, repo, id string) (int64, error) {
+	s, _, err := r.upload(ctx, c, repo, id)
+	if err != nil {
+		return 0, err
+	}
+	return s.Size(), nil
+}
+
+// Chunk is a piece of an upload.
+type Chunk struct {
+	Offset int64     // where it belongs; negative: at the end of what is there
+	Size   int64     // bytes; negative: not known
+	Body   io.Reader // read to its end
+}
+
+// AppendUpload adds a chunk to an upload and returns how many bytes the registry holds then, which are durable. What
+// came before a body that breaks off is kept too. ErrBlobUploadUnknown, ErrUploadBusy; ErrRangeInvalid if the chunk
+// does not start where the upload ends; ErrSizeInvalid if it goes past the announced size; ErrStoreFull, after which the
+// upload is gone.
+func (r *Registry) AppendUpload(ctx context.Context, c access.Caller, repo, id string, ch Chunk) (int64, error) {
+	s, u, err := r.upload(ctx, c, repo, id)
+	if err != nil {
+		return 0, err
+	}
+	return r.append(ctx, s, u, ch)
+}
+
+func (r *Registry) append(ctx context.Context, s blobstore.Upload, u index.Upload, ch Chunk) (int64, error) {
+	at := s.Size()
+	if ch.Offset < 0 {
+		ch.Offset = at
+	}
+	switch {
+	case ch.Offset != at:
+		return at, api.Errorf(api.CodeRangeInvalid, "chunk starts at byte %d, but the upload has %d bytes", ch.Offset, at)
+	case u.Size >= 0 && ch.Size > u.Size-at:
+		return at, api.Errorf(api.CodeSizeInvalid, "chunk of %d bytes at byte %d of an upload announced with %d bytes",
+			ch.Size, at, u.Size)
+	}
+	n, err := s.Append(ctx, ch.Offset, ch.Body)
+	if errors.Is(asAPI(err), api.ErrStoreFull) {
+		err = errors.Join(err, r.drop(ctx, s.ID())) // its space is wanted back at once
+	}
+	return at + n, err
+}
+
+// CommitUpload closes an upload as the blob d and makes it visible in the repository. It is durable on return. The
+// bytes are verified, and on ErrDigestInvalid and ErrSizeInvalid nothing of the upload is kept. ErrBlobUploadUnknown.
+func (r *Registry) CommitUpload(ctx context.Context, c access.Caller, repo, id string, d identity.Digest) (blobstore.Info, error) {
+	s, _, err := r.upload(ctx, c, repo, id)
+	if err != nil {
+		return blobstore.Info{}, err
+	}
+	return r.commit(ctx, s, repo, d)
+}
+
+func (r *Registry) commit(ctx context.Context, s blobstore.Upload, repo string, d identity.Digest) (blobstore.Info, error) {
+	ctx = context.WithoutCancel(ctx) // a client that waits no longer finds the blob when it asks again
+	i, err := s.Commit(ctx, d)
+	switch {
+	case errors.Is(err, blobstore.ErrDigestMismatch):
+		err = api.Errorf(api.CodeDigestInvalid, "what was uploaded is not %s: digest mismatch", d)
+		return i, errors.Join(err, r.forget(ctx, s.ID()))
+	case errors.Is(err, blobstore.ErrSizeMismatch):
+		err = api.Errorf(api.CodeSizeInvalid, "what was uploaded is not of the announced size")
+		return i, errors.Join(err, r.forget(ctx, s.ID()))
+	case err != nil:
+		return i, err
+	}
+	return i, r.link(ctx, repo, i, index.DeleteUpload{ID: s.ID()})
+}
+
+// CancelUpload drops an upload and its bytes. ErrBlobUploadUnknown.
+func (r *Registry) CancelUpload(ctx context.Context, c access.Caller, repo, id string) error {
+	s, _, err := r.upload(ctx, c, repo, id)
+	if err != nil {
+		return err
+	}
+	return r.drop(context.WithoutCancel(ctx), s.ID())
+}
+
+// drop ends an upload, whoever it belongs to.
+func (r *Registry) drop(ctx context.Context, id string) error {
+	s, err := r.store.Resume(ctx, id)
+	if err == nil {
+		err = s.Abort(ctx)
+	}
+	if err != nil && !errors.Is(err, blobstore.ErrUploadUnknown) {
+		return err
+	}
+	return r.forget(ctx, id)
+}
+
+func (r *Registry) forget(ctx context.Context, id string) error {
+	r.writes.RLock()
+	defer r.writes.RUnlock()
+	return r.ix.Apply(ctx, index.DeleteUpload{ID: id})
+}
+
+func (r *Registry) postUpload(w *response, q *request) error {
+	repo, err := q.repo()
+	if err != nil {
+		return err
+	}
+	query := q.URL.Query()
+	if query.Has("mount") {
+		if done, err := r.postMount(w, q, repo); done || err != nil {
+			return err
+		}
+	}
+	a, err := announced(q)
+	if err != nil {
+		return err
+	}
+	id, err := r.CreateUpload(q.Context(), q.caller, repo, a.digest, a.size)
+	if err != nil {
+		return err
+	}
+	if !a.whole {
+		return w.uploaded(repo, id, 0, http.StatusAccepted)
+	}
+	if err := r.finish(w, q, repo, id, a.digest); err != nil {
+		return errors.Join(err, r.drop(context.WithoutCancel(q.Context()), id))
+	}
+	return nil
+}
+
+// postMount answers with a mounted blob, or says that there was none to mount.
+func (r *Registry) postMount(w *response, q *request, repo string) (done bool, err error) {
+	query := q.URL.Query()
+	d, err := api.ParseDigest(query.Get("mount"))
+	if err != nil {
+		return false, err
+	}
+	i, err := r.Mount(q.Context(), q.caller, repo, query.Get("from"), d)
+	if errors.Is(asAPI(err), api.ErrBlobUnknown) && err != nil {
+		return false, nil
+	}
+	if err != nil {
+		return false, err
+	}
+	w.created(api.PathBlob(repo, i.Digest), i.Digest)
+	return true, nil
+}
+
+// announcement is what a POST says about the bytes to come.
+type announcement struct {
+	digest identity.Digest // zero: nothing
+	size   int64           // negative: nothing
+	whole  bool            // the body of the POST is the blob
+}
+
+func announced(q *request) (a announcement, err error) {
+	a.size = -1
+	said := q.Header.Get(api.HeaderExpectDigest)
+	if query := q.URL.Query(); query.Has("digest") {
+		said = query.Get("digest")
+		a.whole = true
+	}
+	if said != "" || a.whole {
+		if a.digest, err = api.ParseDigest(said); err != nil {
+			return a, err
+		}
+	}
+	if s := q.Header.Get(api.HeaderExpectSize); s != "" {
+		n, err := strconv.ParseUint(s, 10, 63)
+		if err != nil {
+			return a, api.Errorf(api.CodeSizeInvalid, "%s: %.40q is not a number of bytes", api.HeaderExpectSize, s)
+		}
+		a.size = int64(n)
+	}
+	if a.whole {
+		a.size = q.ContentLength // -1 if it is not known
+	}
+	// A POST that names a digest and sends nothing opens an upload, unless nothing is what the digest stands for.
+	a.whole = a.whole && (q.ContentLength != 0 || a.digest == identity.Sum(nil))
+	if !a.whole && a.size == 0 && q.URL.Query().Has("digest") {
+		a.size = -1
+	}
+	return a, nil
+}
+
+func (r *Registry) getUpload(w *response, q *request) error {
+	repo, err := q.repo()
+	if err != nil {
+		return err
+	}
+	id := q.param("id")
+	n, err := r.StatUpload(q.Context(), q.caller, repo, id)
+	if err != nil {
+		return err
+	}
+	return w.uploaded(repo, id, n, http.StatusNoContent)
+}
+
+func (r *Registry) patchUpload(w *response, q *request) error {
+	repo, err := q.repo()
+	if err != nil {
+		return err
+	}
+	id := q.param("id")
+	ch, err := chunkOf(q)
+	if err != nil {
+		return err
+	}
+	n, err := r.AppendUpload(q.Context(), q.caller, repo, id, ch)
+	if err != nil {
+		return w.notAppended(q, repo, id, n, err)
+	}
+	return w.uploaded(repo, id, n, http.StatusAccepted)
+}
+
+func (r *Registry) putUpload(w *response, q *request) error {
+	repo, err := q.repo()
+	if err != nil {
+		return err
+	}
+	d, err := api.ParseDigest(q.URL.Query().Get("digest"))
+	if err != nil {
+		return err
+	}
+	return r.finish(w, q, repo, q.param("id"), d)
+}
+
+// finish takes the last bytes of an upload from the body, if there are any, and closes it.
+func (r *Registry) finish(w *response, q *request, repo, id string, d identity.Digest) error {
+	ch, err := chunkOf(q)
+	if err != nil {
+		return err
+	}
+	if q.ContentLength != 0 {
+		if n, err := r.AppendUpload(q.Context(), q.caller, repo, id, ch); err != nil {
+			return w.notAppended(q, repo, id, n, err)
+		}
+	}
+	i, err := r.CommitUpload(q.Context(), q.caller, repo, id, d)
+	if err != nil {
+		return err
+	}
+	w.created(api.PathBlob(repo, i.Digest), i.Digest)
+	return nil
+}
+
+func (r *Registry) deleteUpload(w *response, q *request) error {
+	repo, err := q.repo()
+	if err != nil {
+		return err
+	}
+	if err := r.CancelUpload(q.Context(), q.caller, repo, q.param("id")); err != nil {
+		return err
+	}
+	w.WriteHeader(http.StatusNoContent)
+	return nil
+}
+
+// chunkOf returns the body as a chunk, placed by a Content-Range of the form that registries use: first-last.
+func chunkOf(q *request) (Chunk, error) {
+	ch := Chunk{Offset: -1, Size: q.ContentLength, Body: q.body}
+	spec := q.Header.Get("Content-Range")
+	if spec == "" {
+		return ch, nil
+	}
+	spec = strings.TrimPrefix(strings.TrimPrefix(spec, "bytes="), "bytes ")
+	spec, _, _ = strings.Cut(spec, "/")
+	first, last, _ := strings.Cut(spec, "-")
+	from, hasFrom, okFrom := parsePos(first)
+	to, hasTo, okTo := parsePos(last)
+	if !hasFrom || !hasTo || !okFrom || !okTo || to < from {
+		return ch, api.Errorf(api.CodeBlobUploadInvalid, "Content-Range %.80q: want first-last", q.Header.Get("Content-Range"))
+	}
+	if size := to - from + 1; ch.Size >= 0 && ch.Size != size {
+		return ch, api.Errorf(api.CodeSizeInvalid, "Content-Range %s is %d bytes, but Content-Length says %d", spec, size, ch.Size)
+	}
+	ch.Offset, ch.Size = from, to-from+1
+	return ch, nil
+}
+
+// uploaded answers with the state of an upload.
+func (w *response) uploaded(repo, id string, n int64, status int) error {
+	w.place(repo, id, n)
+	w.WriteHeader(status)
+	return nil
+}
+
+// place sets the headers that say where an upload is. Clients read the Range of an upload without bytes as 0-0.
+func (w *response) place(repo, id string, n int64) {
+	h := w.Header()
+	h.Set("Location", api.PathUpload(repo, id))
+	h.Set("Range", fmt.Sprintf("0-%d", max(n-1, 0)))
+	h.Set(api.HeaderUploadUUID, id)
+}
+
+// notAppended returns what to answer when a chunk was not taken whole: a chunk out of order is told where to go on, and
+// a body that broke off is the client's failure.
+func (w *response) notAppended(q *request, repo, id string, n int64, err error) error {
+	switch {
+	case q.body.err != nil:
+		return api.Errorf(api.CodeBlobUploadInvalid, "body broke off, %d bytes of the upload are kept: %v", n, q.body.err)
+	case errors.Is(asAPI(err), api.ErrRangeInvalid):
+		w.place(repo, id, n)
+	}
+	return err
+}
+
+// created answers that something is durable, and where.
+func (w *response) created(location string, d identity.Digest) {
+	w.Header().Set("Location", location)
+	w.Header().Set(api.HeaderContentDigest, d.String())
+	w.WriteHeader(http.StatusCreated)
+}
