@@ -1,0 +1,275 @@
+package transfer
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"math"
+	"net/http"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync/atomic"
+	"time"
+
+	"github.com/kiln-registry/kiln-registry/api"
+	"github.com/kiln-registry/kiln-registry/api/client"
+	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/internal/durable"
+)
+
+// leastChunk is the smallest piece that an upload is cut into, in bytes; nginx takes bodies of up to 1 MiB by default.
+const leastChunk = 512 << 10
+
+// firstChunk is the size of the pieces after the first refusal of a body, in bytes; the widest known gate that is not
+// open takes 100 MB.
+const firstChunk = 64 << 20
+
+// rememberFor is how long an upload that was broken off is remembered. Registries forget theirs after about a week.
+const rememberFor = 7 * 24 * time.Hour
+
+// source gives the bytes of one blob, any number of times.
+type source interface {
+	// open returns a reader of the bytes from off to the end, and done, which says whether they are still what was hashed.
+	open(off int64) (r io.ReadSeekCloser, done func() error, err error)
+}
+
+// uploader sends blobs to one repository. It is safe for concurrent use.
+type uploader struct {
+	c     *client.Client
+	repo  string
+	watch Watch
+	notes notes
+	chunk atomic.Int64 // largest body that is known to be let through; zero: no limit met
+	sent  atomic.Int64 // bytes that the registry took
+}
+
+// blob is one thing to upload.
+type blob struct {
+	name   string
+	digest identity.Digest
+	size   int64
+	source source
+}
+
+// push makes sure that the repository holds b, and sends it if not.
+func (u *uploader) push(ctx context.Context, b blob) error {
+	var up *client.Upload
+	planned, held := false, false
+	err := u.c.Retry(ctx, "upload "+b.name, func() (err error) {
+		if size, err := u.c.StatBlob(ctx, u.repo, b.digest); err == nil && size == b.size {
+			held = true
+			return nil
+		} else if err != nil && !errors.Is(err, api.ErrBlobUnknown) {
+			return err
+		}
+		if up, err = u.begin(ctx, up, b); err != nil || up.Held() {
+			held = err == nil
+			return err
+		}
+		if !planned {
+			planned = true
+			u.watch.tell(Event{Step: Planned, Phase: PhaseUpload, File: b.name, Total: b.size})
+		}
+		return u.send(ctx, up, b)
+	})
+	if err != nil {
+		return fmt.Errorf("upload %s: %w", b.name, err)
+	}
+	u.notes.forget(u.key(b))
+	if held && !planned {
+		u.watch.tell(Event{Step: Skipped, Phase: PhaseUpload, File: b.name, Total: b.size, Note: "the registry has it"})
+		return nil
+	}
+	u.watch.tell(Event{Step: Done, Phase: PhaseUpload, File: b.name, Bytes: b.size, Total: b.size})
+	return nil
+}
+
+func (u *uploader) key(b blob) string { return u.c.Host() + "\n" + u.repo + "\n" + b.digest.String() }
+
+// begin goes on with the upload at hand, else with one that an earlier process remembered, else opens a new one.
+func (u *uploader) begin(ctx context.Context, up *client.Upload, b blob) (*client.Upload, error) {
+	if up != nil {
+		err := up.Refresh(ctx)
+		if err == nil || !gone(err) {
+			return up, err
+		}
+	} else if location := u.notes.recall(u.key(b)); location != "" {
+		old, err := u.c.ResumeUpload(ctx, u.repo, location)
+		if err == nil && old.Offset() <= b.size {
+			u.watch.tell(Event{Step: Noted, File: b.name, Note: fmt.Sprintf("%s: upload resumed at byte %d of %d", b.name, old.Offset(), b.size)})
+			return old, nil
+		}
+		if err != nil && !gone(err) {
+			return nil, err
+		}
+	}
+	up, err := u.c.CreateUpload(ctx, u.repo, b.digest, b.size)
+	if err != nil {
+		return nil, err
+	}
+	if !up.Held() {
+		u.notes.keep(u.key(b), up.Location())
+	}
+	return up, nil
+}
+
+// gone says that an upload can't be gone on with: registries that lost one answer 404, some 400 or 403.
+func gone(err error) bool {
+	var s *client.StatusError
+	return errors.As(err, &s) && (s.Status == http.StatusNotFound || s.Status == http.StatusBadRequest || s.Status == http.StatusGone)
+}
+
+// send sends what the registry lacks of b and closes the upload.
+func (u *uploader) send(ctx context.Context, up *client.Upload, b blob) error {
+	r, unchanged, err := b.source.open(up.Offset())
+	if err != nil {
+		return err
+	}
+	defer r.Close()
+	if up.Offset() > b.size {
+		return errors.Join(fmt.Errorf("the registry holds %d bytes of a blob of %d", up.Offset(), b.size), up.Abort(ctx))
+	}
+	for up.Offset() < b.size {
+		if err := u.append(ctx, up, b, r); err != nil {
+			return errors.Join(unchanged(), err)
+		}
+		u.notes.keep(u.key(b), up.Location())
+	}
+	if err := unchanged(); err != nil {
+		return errors.Join(err, up.Abort(ctx))
+	}
+	return up.Commit(ctx, b.digest)
+}
+
+// append sends the next body. One that is refused for its size is not sent again: smaller ones follow.
+func (u *uploader) append(ctx context.Context, up *client.Upload, b blob, r io.ReadSeeker) error {
+	n, limit := b.size-up.Offset(), u.chunk.Load()
+	if limit > 0 {
+		n = min(n, limit)
+	}
+	at := up.Offset()
+	body := &told{r: r, watch: u.watch, name: b.name, at: at, total: b.size}
+	err := up.Append(ctx, body, n)
+	if err == nil {
+		u.sent.Add(n)
+		return nil
+	}
+	if !tooLarge(err) || n <= leastChunk {
+		return err
+	}
+	next := max(leastChunk, min(firstChunk, n/4))
+	if u.chunk.CompareAndSwap(limit, next) {
+		u.watch.tell(Event{Step: Noted, File: b.name,
+			Note: fmt.Sprintf("%s: a body of %d bytes was refused (%v); going on with %d bytes at a time", b.name, n, err, next)})
+	}
+	if err := up.Refresh(ctx); err != nil {
+		return err
+	}
+	_, err = r.Seek(up.Offset()-at, io.SeekStart)
+	return err
+}
+
+// tooLarge says that a gate on the way does not let a body of that size through, or not within its time.
+func tooLarge(err error) bool {
+	var s *client.StatusError
+	return errors.As(err, &s) && (s.Status == http.StatusRequestEntityTooLarge || s.Status == 524)
+}
+
+// told tells how far a body has gone.
+type told struct {
+	r         io.ReadSeeker
+	watch     Watch
+	name      string
+	at, total int64
+}
+
+func (t *told) Read(p []byte) (int, error) {
+	n, err := t.r.Read(p)
+	t.at += int64(n)
+	t.watch.tell(Event{Step: Moved, Phase: PhaseUpload, File: t.name, Bytes: t.at, Total: t.total})
+	return n, err
+}
+
+func (t *told) Seek(off int64, whence int) (int64, error) { return t.r.Seek(off, whence) }
+
+// text is a blob in memory.
+type text []byte
+
+func (t text) open(off int64) (io.ReadSeekCloser, func() error, error) {
+	r := io.NewSectionReader(strings.NewReader(string(t)), off, math.MaxInt64-off)
+	return nopCloser{r}, func() error { return nil }, nil
+}
+
+type nopCloser struct{ io.ReadSeeker }
+
+func (nopCloser) Close() error { return nil }
+
+// notes remember which uploads are open, so that another process can go on with them. They live in the user's cache; an
+// empty notes remembers nothing. Nothing depends on them: what is lost is sent again.
+type notes string
+
+// note is one remembered upload.
+type note struct {
+	For      string `json:"for"`
+	Location string `json:"location"`
+}
+
+// userNotes returns those of the user, or empty ones where there is no cache folder.
+func userNotes() notes {
+	dir, err := os.UserCacheDir()
+	if err != nil {
+		return ""
+	}
+	n := notes(filepath.Join(dir, "kiln", "uploads"))
+	n.prune(time.Now())
+	return n
+}
+
+func (n notes) path(key string) string {
+	return filepath.Join(string(n), identity.Sum([]byte(key)).Hex()+".json")
+}
+
+func (n notes) keep(key, location string) {
+	if n == "" {
+		return
+	}
+	b, err := json.Marshal(note{key, location})
+	if err != nil || (durable.Disk{}).MkdirAll(string(n), 0o700) != nil {
+		return
+	}
+	_ = durable.Disk{}.WriteFile(n.path(key), b, 0o600)
+}
+
+func (n notes) recall(key string) string {
+	if n == "" {
+		return ""
+	}
+	b, err := os.ReadFile(n.path(key))
+	var is note
+	if err != nil || json.Unmarshal(b, &is) != nil || is.For != key {
+		return ""
+	}
+	return is.Location
+}
+
+func (n notes) forget(key string) {
+	if n != "" {
+		_ = os.Remove(n.path(key))
+	}
+}
+
+// prune forgets what is too old to be of use.
+func (n notes) prune(now time.Time) {
+	entries, err := os.ReadDir(string(n))
+	if err != nil {
+		return
+	}
+	for _, e := range entries {
+		if info, err := e.Info(); err == nil && now.Sub(info.ModTime()) > rememberFor {
+			_ = os.Remove(filepath.Join(string(n), e.Name()))
+		}
+	}
+}
