@@ -59,7 +59,9 @@ func TestSavedStateRefused(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	for _, bad := range [][]byte{nil, good[:len(good)-1], append(bytes.Clone(good), 0), append([]byte("sha\x02"), good[4:]...)} {
+	for _, bad := range [][]byte{
+		nil, good[:len(good)-1], append(bytes.Clone(good), 0), append([]byte("sha\x02"), good[4:]...),
+	} {
 		if err := NewHash().UnmarshalBinary(bad); err == nil {
 			t.Errorf("took a state of %d bytes", len(bad))
 		}

@@ -94,7 +94,8 @@ func generate(count int) []byte {
 		if i > 1 {
 			list.WriteByte(',')
 		}
-		fmt.Fprintf(&list, `{"filename":"model-%05d-of-%05d.safetensors","size_bytes":%d,"sha256":"sha256:%x"}`, i, count, i, d)
+		fmt.Fprintf(&list, `{"filename":"model-%05d-of-%05d.safetensors","size_bytes":%d,"sha256":"sha256:%x"}`,
+			i, count, i, d)
 	}
 	for range recs { // selection sort: independent of the code under test
 		least := 0
@@ -109,7 +110,8 @@ func generate(count int) []byte {
 	}
 	head := binary.LittleEndian.AppendUint64([]byte("kiln.base-model-content.v1\x00"), uint64(count))
 	return fmt.Appendf(nil, `{"schema_version":1,"manifest_type":"kiln.base-weight-shards.v1",`+
-		`"aggregate_algorithm":"kiln.base-model-content.v1","aggregate_sha256":"sha256:%x","total_size_bytes":%d,"shards":[%s]}`,
+		`"aggregate_algorithm":"kiln.base-model-content.v1","aggregate_sha256":"sha256:%x",`+
+		`"total_size_bytes":%d,"shards":[%s]}`,
 		sha256.Sum256(append(head, records.Bytes()...)), total, list.Bytes())
 }
 
@@ -124,7 +126,8 @@ func TestVectors(t *testing.T) {
 				continue
 			}
 			valid[v.ID] = m
-			if m.Aggregate.String() != v.Expect.Aggregate || fmt.Sprint(m.TotalSize) != v.Expect.Total || len(m.Shards) != v.Expect.Count {
+			if m.Aggregate.String() != v.Expect.Aggregate || fmt.Sprint(m.TotalSize) != v.Expect.Total ||
+				len(m.Shards) != v.Expect.Count {
 				t.Errorf("%s: got %v, %d bytes, %d shards", v.ID, m.Aggregate, m.TotalSize, len(m.Shards))
 			}
 			checkFixedPoint(t, m)
@@ -188,11 +191,13 @@ func TestFieldManifests(t *testing.T) {
 		"unknown_field": "no-unknown-fields", "unsorted": RuleSortedUnique, "duplicate_filename": RuleSortedUnique,
 		"zero_size": RuleNonzeroSize, "total_mismatch": RuleTotal, "aggregate_mismatch": RuleAggregate,
 		"no_shards": RuleShardCount, "too_many_shards": RuleShardCount, "trailing_data": "no-trailing-data",
-		"bad_version": RuleSchemaVersion, "bad_type": "type", "not_portable_name": RuleFilename, "bad_digest": RuleDigestForm,
+		"bad_version": RuleSchemaVersion, "bad_type": "type", "not_portable_name": RuleFilename,
+		"bad_digest": RuleDigestForm,
 	}
 	says := map[string]string{
 		"MF-04": "ascending byte order", "MF-05": "the same filename", "MF-08": "add up to", "MF-12": "4097 shards",
-		"MF-17": "schema_version is 2, only 1 is read", "MF-19": `"../model-00001-of-00002.safetensors"`, "MF-20": "256 bytes",
+		"MF-17": "schema_version is 2, only 1 is read",
+		"MF-19": `"../model-00001-of-00002.safetensors"`, "MF-20": "256 bytes",
 	}
 	dir := testenv.FieldCases(t)
 	ran := 0
@@ -279,13 +284,15 @@ func TestErrorsNameShardAndValues(t *testing.T) {
 
 func TestOrderOfRules(t *testing.T) {
 	// One text with every fault; each repair brings out the next rule.
-	text := `{"schema_version":2,"manifest_type":"x","aggregate_algorithm":"x","aggregate_sha256":"x","total_size_bytes":5,"shards":[]}`
+	text := `{"schema_version":2,"manifest_type":"x","aggregate_algorithm":"x","aggregate_sha256":"x",` +
+		`"total_size_bytes":5,"shards":[]}`
 	const dg = `"sha256:1111111111111111111111111111111111111111111111111111111111111111"`
 	for _, step := range []struct{ rule, old, new string }{
 		{RuleSchemaVersion, `version":2`, `version":1`},
 		{RuleManifestType, `type":"x"`, `type":"kiln.base-weight-shards.v1"`},
 		{RuleAggregateAlgorithm, `algorithm":"x"`, `algorithm":"kiln.base-model-content.v1"`},
-		{RuleShardCount, `[]`, `[{"filename":"b.bin","size_bytes":0,"sha256":""},{"filename":"a.bin","size_bytes":0,"sha256":""}]`},
+		{RuleShardCount, `[]`, `[{"filename":"b.bin","size_bytes":0,"sha256":""},` +
+			`{"filename":"a.bin","size_bytes":0,"sha256":""}]`},
 		{RuleFilename, `b.bin`, `b.safetensors`},
 		{RuleNonzeroSize, `"size_bytes":0`, `"size_bytes":18446744073709551615`},
 		{RuleDigestForm, `"sha256":""`, `"sha256":` + dg},
@@ -368,7 +375,8 @@ func TestCompare(t *testing.T) {
 	}{
 		{of(shard("a.safetensors", 1, 1), shard("b.safetensors", 2, 2)),
 			of(shard("y.safetensors", 2, 2), shard("z.safetensors", 1, 1)), "", ""},
-		{of(shard("a.safetensors", 1, 1), shard("b.safetensors", 1, 1)), of(shard("x.safetensors", 1, 1)), "b.safetensors", ""},
+		{of(shard("a.safetensors", 1, 1), shard("b.safetensors", 1, 1)), of(shard("x.safetensors", 1, 1)),
+			"b.safetensors", ""},
 		{of(shard("a.safetensors", 1, 1)), of(shard("a.safetensors", 2, 1)), "a.safetensors", "a.safetensors"},
 		{of(shard("c.safetensors", 1, 1), shard("a.safetensors", 1, 9), shard("b.safetensors", 1, 5)),
 			of(shard("b.safetensors", 1, 5), shard("d.safetensors", 1, 7)), "a.safetensors c.safetensors", "d.safetensors"},
@@ -392,7 +400,8 @@ func TestDigestText(t *testing.T) {
 		t.Errorf("digest of abc = %v", d)
 	}
 	for _, bad := range []string{
-		"", abc, "sha256:", "sha256:" + abc[1:], "sha256:" + abc + "0", "SHA256:" + abc, "sha256-" + abc, " sha256:" + abc[1:],
+		"", abc, "sha256:", "sha256:" + abc[1:], "sha256:" + abc + "0", "SHA256:" + abc, "sha256-" + abc,
+		" sha256:" + abc[1:],
 		"sha256:" + strings.ToUpper(abc), "sha256:" + abc[:63] + "g", "sha512:" + abc,
 	} {
 		if _, err := ParseDigest(bad); err == nil {

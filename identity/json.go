@@ -28,8 +28,8 @@ type document struct {
 	}
 }
 
-// Parse reads a shard manifest and checks every rule. It refuses what Kiln refuses, and also a positional array in place
-// of an object. The error is an *Error.
+// Parse reads a shard manifest and checks every rule. It refuses what Kiln refuses, and also a positional array in
+// place of an object. The error is an *Error.
 func Parse(data []byte) (Manifest, error) {
 	if len(data) > MaxDocument {
 		return Manifest{}, &Error{Stage: StageParse, Rule: RuleInputSize, Shard: -1,

@@ -18,7 +18,8 @@ func Diagnose(first []byte) error {
 		return nil
 	}
 	if startsLike(first, "version https://git-lfs") {
-		return refuse(CodeLFSPointer, "a git-lfs pointer%s, not the file itself; fetch the content with: git lfs pull", pointerOf(first))
+		return refuse(CodeLFSPointer, "a git-lfs pointer%s, not the file itself; fetch the content with: git lfs pull",
+			pointerOf(first))
 	}
 	page := bytes.TrimLeft(first, " \t\r\n\f")
 	for _, start := range []string{"<!doctype html", "<html", "<?xml"} {
@@ -30,8 +31,8 @@ func Diagnose(first []byte) error {
 	return nil
 }
 
-// startsLike reports whether b starts with the lower-case text start in any letter case, or is a beginning of it that is
-// long enough to tell.
+// startsLike reports whether b starts with the lower-case text start in any letter case, or is a beginning of it that
+// is long enough to tell.
 func startsLike(b []byte, start string) bool {
 	const enough = 5
 	n := min(len(b), len(start))

@@ -87,8 +87,8 @@ func readFull(r io.ReaderAt, b []byte, off int64) error {
 // a file of size bytes. For a file of fewer than 8 bytes the prefix does not matter. The error is an *Error.
 func HeaderLen(prefix [8]byte, size int64) (int64, error) {
 	if size < 8 {
-		return 0, refuse(CodeHeaderTooShort, "the file has %d bytes, a safetensors file starts with 8 for the length of its header",
-			size)
+		return 0, refuse(CodeHeaderTooShort,
+			"the file has %d bytes, a safetensors file starts with 8 for the length of its header", size)
 	}
 	if err := Diagnose(prefix[:]); err != nil {
 		return 0, err
@@ -96,17 +96,17 @@ func HeaderLen(prefix [8]byte, size int64) (int64, error) {
 	n := binary.LittleEndian.Uint64(prefix[:])
 	switch {
 	case n > MaxHeader:
-		return 0, otherFormat(prefix, refuse(CodeHeaderTooLarge, "the header has %d bytes, at most %d are read; the file starts with %+q",
-			n, MaxHeader, prefix[:]))
+		return 0, otherFormat(prefix, refuse(CodeHeaderTooLarge,
+			"the header has %d bytes, at most %d are read; the file starts with %+q", n, MaxHeader, prefix[:]))
 	case n > uint64(size-8):
-		return 0, otherFormat(prefix, refuse(CodeHeaderExceeds, "the header has %d bytes, the file has only %d after the first 8",
-			n, size-8))
+		return 0, otherFormat(prefix, refuse(CodeHeaderExceeds,
+			"the header has %d bytes, the file has only %d after the first 8", n, size-8))
 	}
 	return int64(n), nil
 }
 
-// ParseHeader checks a header: prefix are the first 8 bytes of a file of size bytes, text is what HeaderLen says follows.
-// It keeps neither. Errors and results are those of Read.
+// ParseHeader checks a header: prefix are the first 8 bytes of a file of size bytes, text is what HeaderLen says
+// follows. It keeps neither. Errors and results are those of Read.
 func ParseHeader(prefix [8]byte, text []byte, size int64) (Header, error) {
 	n, err := HeaderLen(prefix, size)
 	if err != nil {
@@ -231,7 +231,8 @@ func (p *parser) tensor(r *strictjson.Reader, name string) error {
 		return checkSize(*t)
 	}
 	if p.unknown == nil {
-		p.unknown = refuse(CodeUnknownDType, "tensor %+.80q has the dtype %+.40q, which the format does not have", name, t.DType)
+		p.unknown = refuse(CodeUnknownDType, "tensor %+.80q has the dtype %+.40q, which the format does not have", name,
+			t.DType)
 	}
 	return nil
 }

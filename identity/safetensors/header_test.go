@@ -20,63 +20,67 @@ func file(text string, n int) []byte {
 
 func read(b []byte) (Header, error) { return Read(bytes.NewReader(b), int64(len(b))) }
 
+// one returns a header with one tensor, t.
+func one(dtype, shape, offsets string) string {
+	return fmt.Sprintf(`{"t":{"dtype":%q,"shape":%s,"data_offsets":%s}}`, dtype, shape, offsets)
+}
+
+var headers = []struct {
+	text string
+	data int    // bytes after the header
+	code string // empty: taken
+	says string
+}{
+	{one("F32", "[4]", "[0,16]"), 16, "", ""},
+	{one("F4", "[6]", "[0,3]"), 3, "", ""},
+	{one("F6_E2M3", "[4]", "[0,3]"), 3, "", ""},
+	{one("F6_E3M2", "[2,2]", "[0,3]"), 3, "", ""},
+	{one("C64", "[2]", "[0,16]"), 16, "", ""},
+	{one("BOOL", "[0,18446744073709551615]", "[0,0]"), 0, "", ""},
+	{`{"t":{"dtype":"U8","shape":[1],"data_offsets":[0,1],"later":{"x":[1]}}}` + " \t\n\r", 1, "", ""},
+	{one("F4", "[5]", "[0,3]"), 3, CodeSizeMismatch, "3 bytes"},
+	{one("F4", "[5]", "[0,2]"), 2, CodeSizeMismatch, "needs 3 bytes"},
+	{one("F6_E2M3", "[1]", "[0,1]"), 1, CodeSizeMismatch, ""},
+	{one("F32", "[4294967296,4294967296]", "[0,0]"), 0, CodeSizeMismatch, "2^64 bits"},
+	{one("F64", "[2305843009213693952]", "[0,0]"), 0, CodeSizeMismatch, "2^64 bits"},
+	{one("U8", "[18446744073709551615]", "[0,8]"), 8, CodeSizeMismatch, "2^64 bits"},
+	{one("F32", "[1.0]", "[0,4]"), 4, CodeBadInteger, `"t"`},
+	{one("F32", "[1e0]", "[0,4]"), 4, CodeBadInteger, ""},
+	{one("F32", "[-1]", "[0,4]"), 4, CodeBadInteger, ""},
+	{one("F32", "[1]", "[-0,4]"), 4, CodeBadInteger, ""},
+	{one("F32", "[1]", "[0,16.0]"), 16, CodeBadInteger, ""},
+	{one("F32", "[1]", "[0,18446744073709551616]"), 16, CodeBadInteger, ""},
+	{one("F32", "[01]", "[0,4]"), 4, CodeHeaderNotJSON, "byte 29"},
+	{one("F32", "[1]", "[0]"), 4, CodeBadTensor, "1 data_offsets"},
+	{one("F32", "[1]", "[0,4,4]"), 4, CodeBadTensor, "3 data_offsets"},
+	{one("F32", "[1]", "[]"), 4, CodeBadTensor, "0 data_offsets"},
+	{one("F32", "null", "[0,4]"), 4, CodeBadTensor, ""},
+	{one("F32", "4", "[0,4]"), 4, CodeBadTensor, ""},
+	{one("f32", "[1]", "[0,4]"), 4, CodeUnknownDType, `"f32"`},
+	{one("Q", "[1]", "[0,4]"), 5, CodeTrailingBytes, ""},
+	{one("Q", "[1]", "[4,0]"), 5, CodeOffsetOrder, ""},
+	{`{"t":{"dtype":7,"shape":[],"data_offsets":[0,4]}}`, 4, CodeBadTensor, ""},
+	{`{"t":{"shape":[],"data_offsets":[0,4]}}`, 4, CodeBadTensor, "lacks"},
+	{`{"t":["F32",[1],[0,4]]}`, 4, CodeBadTensor, "an array"},
+	{`{"t":null}`, 4, CodeBadTensor, ""},
+	{`{"t":{"dtype":"U8","dtype":"U8","shape":[],"data_offsets":[0,1]}}`, 1, CodeDuplicateTensor, `"dtype" twice`},
+	{`{"__metadata__":{},"__metadata__":{}}`, 0, CodeDuplicateTensor, "__metadata__"},
+	{`{"__metadata__":null}`, 0, CodeMetadata, "null"},
+	{`{"__metadata__":[]}`, 0, CodeMetadata, "an array"},
+	{`{"__metadata__":{"a\nb":{}}}`, 0, CodeMetadata, `"a\nb"`},
+	{`[]`, 0, CodeHeaderNotJSON, "'{'"},
+	{` {}`, 0, CodeHeaderNotJSON, "'{'"},
+	{``, 0, CodeHeaderNotJSON, "0 bytes"},
+	{`{}x`, 0, CodeHeaderNotJSON, "byte 2"},
+	{"{\"\xff\":1}", 0, CodeHeaderNotJSON, "UTF-8"},
+	{`{"x":` + strings.Repeat("[", 200), 0, CodeBadTensor, "an array"},
+	{`{"t":{"x":` + strings.Repeat("[", 200), 0, CodeHeaderNotJSON, "deeper"},
+	{one("U8", "[8]", "[0,8]"), 7, CodeTruncated, "promises 8 bytes of data, 7 are there (1 short)"},
+	{one("U8", "[8]", "[1,9]"), 9, CodeOffsetGap, "bytes 0-1"},
+}
+
 func TestHeaderRules(t *testing.T) {
-	one := func(dtype, shape, offsets string) string {
-		return fmt.Sprintf(`{"t":{"dtype":%q,"shape":%s,"data_offsets":%s}}`, dtype, shape, offsets)
-	}
-	for _, c := range []struct {
-		text string
-		data int
-		code string
-		says string
-	}{
-		{one("F32", "[4]", "[0,16]"), 16, "", ""},
-		{one("F4", "[6]", "[0,3]"), 3, "", ""},
-		{one("F6_E2M3", "[4]", "[0,3]"), 3, "", ""},
-		{one("F6_E3M2", "[2,2]", "[0,3]"), 3, "", ""},
-		{one("C64", "[2]", "[0,16]"), 16, "", ""},
-		{one("BOOL", "[0,18446744073709551615]", "[0,0]"), 0, "", ""},
-		{`{"t":{"dtype":"U8","shape":[1],"data_offsets":[0,1],"later":{"x":[1]}}}` + " \t\n\r", 1, "", ""},
-		{one("F4", "[5]", "[0,3]"), 3, CodeSizeMismatch, "3 bytes"},
-		{one("F4", "[5]", "[0,2]"), 2, CodeSizeMismatch, "needs 3 bytes"},
-		{one("F6_E2M3", "[1]", "[0,1]"), 1, CodeSizeMismatch, ""},
-		{one("F32", "[4294967296,4294967296]", "[0,0]"), 0, CodeSizeMismatch, "2^64 bits"},
-		{one("F64", "[2305843009213693952]", "[0,0]"), 0, CodeSizeMismatch, "2^64 bits"},
-		{one("U8", "[18446744073709551615]", "[0,8]"), 8, CodeSizeMismatch, "2^64 bits"},
-		{one("F32", "[1.0]", "[0,4]"), 4, CodeBadInteger, `"t"`},
-		{one("F32", "[1e0]", "[0,4]"), 4, CodeBadInteger, ""},
-		{one("F32", "[-1]", "[0,4]"), 4, CodeBadInteger, ""},
-		{one("F32", "[1]", "[-0,4]"), 4, CodeBadInteger, ""},
-		{one("F32", "[1]", "[0,16.0]"), 16, CodeBadInteger, ""},
-		{one("F32", "[1]", "[0,18446744073709551616]"), 16, CodeBadInteger, ""},
-		{one("F32", "[01]", "[0,4]"), 4, CodeHeaderNotJSON, "byte 29"},
-		{one("F32", "[1]", "[0]"), 4, CodeBadTensor, "1 data_offsets"},
-		{one("F32", "[1]", "[0,4,4]"), 4, CodeBadTensor, "3 data_offsets"},
-		{one("F32", "[1]", "[]"), 4, CodeBadTensor, "0 data_offsets"},
-		{one("F32", "null", "[0,4]"), 4, CodeBadTensor, ""},
-		{one("F32", "4", "[0,4]"), 4, CodeBadTensor, ""},
-		{one("f32", "[1]", "[0,4]"), 4, CodeUnknownDType, `"f32"`},
-		{one("Q", "[1]", "[0,4]"), 5, CodeTrailingBytes, ""},
-		{one("Q", "[1]", "[4,0]"), 5, CodeOffsetOrder, ""},
-		{`{"t":{"dtype":7,"shape":[],"data_offsets":[0,4]}}`, 4, CodeBadTensor, ""},
-		{`{"t":{"shape":[],"data_offsets":[0,4]}}`, 4, CodeBadTensor, "lacks"},
-		{`{"t":["F32",[1],[0,4]]}`, 4, CodeBadTensor, "an array"},
-		{`{"t":null}`, 4, CodeBadTensor, ""},
-		{`{"t":{"dtype":"U8","dtype":"U8","shape":[],"data_offsets":[0,1]}}`, 1, CodeDuplicateTensor, `"dtype" twice`},
-		{`{"__metadata__":{},"__metadata__":{}}`, 0, CodeDuplicateTensor, "__metadata__"},
-		{`{"__metadata__":null}`, 0, CodeMetadata, "null"},
-		{`{"__metadata__":[]}`, 0, CodeMetadata, "an array"},
-		{`{"__metadata__":{"a\nb":{}}}`, 0, CodeMetadata, `"a\nb"`},
-		{`[]`, 0, CodeHeaderNotJSON, "'{'"},
-		{` {}`, 0, CodeHeaderNotJSON, "'{'"},
-		{``, 0, CodeHeaderNotJSON, "0 bytes"},
-		{`{}x`, 0, CodeHeaderNotJSON, "byte 2"},
-		{"{\"\xff\":1}", 0, CodeHeaderNotJSON, "UTF-8"},
-		{`{"x":` + strings.Repeat("[", 200), 0, CodeBadTensor, "an array"},
-		{`{"t":{"x":` + strings.Repeat("[", 200), 0, CodeHeaderNotJSON, "deeper"},
-		{one("U8", "[8]", "[0,8]"), 7, CodeTruncated, "promises 8 bytes of data, 7 are there (1 short)"},
-		{one("U8", "[8]", "[1,9]"), 9, CodeOffsetGap, "bytes 0-1"},
-	} {
+	for _, c := range headers {
 		h, err := read(file(c.text, c.data))
 		if c.code == "" {
 			if err != nil || len(h.Tensors) != 1 || h.Size != uint64(8+len(c.text)) || h.Tensors[0].End != uint64(c.data) {
@@ -178,7 +182,7 @@ func manyTensors(n int) []byte {
 		if i > 0 {
 			text.WriteByte(',')
 		}
-		fmt.Fprintf(&text, `"model.layers.%d.mlp.experts.%d.down_proj.weight":{"dtype":"F16","shape":[1,1],"data_offsets":[%d,%d]}`,
+		fmt.Fprintf(&text, `"layers.%d.mlp.experts.%d.down_proj.weight":{"dtype":"F16","shape":[1,1],"data_offsets":[%d,%d]}`,
 			i/128, i%128, 2*i, 2*i+2)
 	}
 	text.WriteByte('}')
@@ -209,7 +213,8 @@ func TestMemory(t *testing.T) {
 
 func FuzzParseHeader(f *testing.F) {
 	f.Add([]byte(`{"__metadata__":{"a":"b"},"z":{"dtype":"F4","shape":[2,3],"data_offsets":[0,3]}}`), uint16(3))
-	f.Add([]byte(`{"a":{"dtype":"BF16","shape":[],"data_offsets":[2,4]},"b":{"dtype":"U8","shape":[0],"data_offsets":[2,2]},`+
+	f.Add([]byte(`{"a":{"dtype":"BF16","shape":[],"data_offsets":[2,4]},`+
+		`"b":{"dtype":"U8","shape":[0],"data_offsets":[2,2]},`+
 		`"c":{"dtype":"U16","shape":[1],"data_offsets":[0,2]}}  `), uint16(4))
 	f.Add([]byte(`{"a":{"dtype":"Q4","shape":[],"data_offsets":[0,4]}}`), uint16(4))
 	f.Add([]byte(`{"a":{"dtype":"F64","shape":[18446744073709551615,2],"data_offsets":[0,4]}}`), uint16(4))

@@ -63,7 +63,8 @@ func readWeightMap(r *strictjson.Reader, names map[string]struct{}) error {
 	}
 	return r.Object(func(tensor string) error {
 		if k := r.Kind(); k != strictjson.String && k != strictjson.Invalid {
-			return refuseFile(CodeIndexWeightMap, IndexName, "weight_map gives %v for tensor %+.80q, must be a file name", k, tensor)
+			return refuseFile(CodeIndexWeightMap, IndexName, "weight_map gives %v for tensor %+.80q, must be a file name", k,
+				tensor)
 		}
 		name, err := r.String()
 		if err != nil {

@@ -24,14 +24,15 @@ func checkSize(t Tensor) error {
 // multiplied from left to right, so a zero after an overflow does not help.
 func (t Tensor) bits() (uint64, bool) {
 	n := uint64(1)
-	for _, factor := range append(slices.Clip(t.Shape), t.DType.Bits()) {
-		hi, lo := bits.Mul64(n, factor)
+	for _, d := range t.Shape {
+		hi, lo := bits.Mul64(n, d)
 		if hi != 0 {
 			return 0, false
 		}
 		n = lo
 	}
-	return n, true
+	hi, n := bits.Mul64(n, t.DType.Bits())
+	return n, hi == 0
 }
 
 // checkLayout sorts tensors by their place and checks that they cover space bytes without gap or overlap.

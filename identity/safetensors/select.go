@@ -60,13 +60,13 @@ type Warning struct {
 	Message string   // on one line
 }
 
-// Select says which entries of a folder are the shards of its base model, by the rules and in the order of Kiln's loader:
-// the distinct files that model.safetensors.index.json names, if it exists; else model.safetensors alone; else every
-// direct entry with the extension .safetensors. Names must be distinct; their order does not matter. index is called at
-// most once, when the listing has a regular index document of at most MaxIndex bytes, and returns its bytes.
+// Select says which entries of a folder are the shards of its base model, by the rules and in the order of Kiln's
+// loader: the distinct files that model.safetensors.index.json names, if it exists; else model.safetensors alone; else
+// every direct entry with the extension .safetensors. Names must be distinct; their order does not matter. index is
+// called at most once, when the listing has a regular index document of at most MaxIndex bytes, and returns its bytes.
 //
-// A folder that Kiln would not load, or of which it could not make a shard manifest, is refused with an *Error. So is the
-// folder of an adapter. An error of index is wrapped.
+// A folder that Kiln would not load, or of which it could not make a shard manifest, is refused with an *Error. So is
+// the folder of an adapter. An error of index is wrapped.
 func Select(entries []Entry, index func() ([]byte, error)) (Selection, error) {
 	l := newListing(entries)
 	names, fromIndex, err := l.candidates(index)
@@ -136,7 +136,8 @@ func (l listing) candidates(index func() ([]byte, error)) (names []string, fromI
 	case n == 0:
 		return nil, false, l.noShards()
 	case n > identity.MaxShards:
-		return nil, false, refuse(CodeTooManyShards, "%d safetensors files, at most %d can make up a base", n, identity.MaxShards)
+		return nil, false, refuse(CodeTooManyShards, "%d safetensors files, at most %d can make up a base", n,
+			identity.MaxShards)
 	}
 	return slices.Clone(l.shardLike), false, nil
 }
@@ -158,8 +159,8 @@ func (l listing) noShards() error {
 func (l listing) check(names []string) error {
 	_, isAdapter := slices.BinarySearch(names, adapterName)
 	if _, ok := l.files[adapterConfigName]; ok && isAdapter {
-		return refuseFile(CodeAdapterNotBase, adapterName, "the folder holds an adapter (%s lies beside it), not a base model",
-			adapterConfigName)
+		return refuseFile(CodeAdapterNotBase, adapterName,
+			"the folder holds an adapter (%s lies beside it), not a base model", adapterConfigName)
 	}
 	if err := checkNames(names); err != nil {
 		return err
@@ -210,7 +211,8 @@ func (l listing) checkMissing(names []string) error {
 	if len(missing) == 0 {
 		return nil
 	}
-	e := refuse(CodeIndexMissingFile, "%s names %d files, %d are missing: %s", IndexName, len(names), len(missing), quoteAll(missing))
+	e := refuse(CodeIndexMissingFile, "%s names %d files, %d are missing: %s", IndexName, len(names), len(missing),
+		quoteAll(missing))
 	if e.Names = missing; len(partial) > 0 {
 		e.Msg += "; unfinished downloads are there: " + some(partial)
 	}
@@ -243,7 +245,7 @@ func refuseLink(e Entry) error {
 	if strings.Contains(e.Target, "blobs/") {
 		msg += ", as in a Hugging Face hub cache"
 	}
-	return refuseFile(CodeSymlink, e.Name, "%s; shards must be regular files, --follow-links takes what links lead to", msg)
+	return refuseFile(CodeSymlink, e.Name, "%s; model files must be regular, --follow-links takes what links lead to", msg)
 }
 
 // some joins names for a message, shortened when there are many.

@@ -73,7 +73,8 @@ func (r *Reader) open(k Kind) error {
 	return nil
 }
 
-// next moves to the next member or element, over the comma; false without an error means that the closing byte was read.
+// next moves to the next member or element, over the comma; false without an error means that the closing byte was
+// read.
 func (r *Reader) next(closing byte, first bool) (bool, error) {
 	r.space()
 	if r.pos < len(r.data) && r.data[r.pos] == closing {

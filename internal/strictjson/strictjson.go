@@ -2,8 +2,9 @@
 // depth, names in another case, data after the document, a byte order mark, bytes that are not UTF-8, lone surrogate
 // escapes. Numbers never go through a float.
 //
-// A document in memory is read in one pass, in time linear in its length. Values are checked as they are reached, so the
-// first fault in the text is the one reported. Nothing returned refers to the caller's bytes, except what Raw returns.
+// A document in memory is read in one pass, in time linear in its length. Values are checked as they are reached, so
+// the first fault in the text is the one reported. Nothing returned refers to the caller's bytes, except what Raw
+// returns.
 package strictjson
 
 import (

@@ -10,66 +10,74 @@ import (
 	"testing"
 )
 
-func TestRules(t *testing.T) {
-	deep := func(n int) string { return strings.Repeat("[", n) + strings.Repeat("]", n) }
-	many := `{"k0":0`
+func nested(n int) string { return strings.Repeat("[", n) + strings.Repeat("]", n) }
+
+// many is an object of 30 members, the closing brace left out.
+var many = func() string {
+	s := `{"k0":0`
 	for i := 1; i < 30; i++ {
-		many += fmt.Sprintf(`,"k%d":%d`, i, i)
+		s += fmt.Sprintf(`,"k%d":%d`, i, i)
 	}
-	for _, c := range []struct {
-		in, rule string
-		offset   int
-		path     string
-	}{
-		{in: `{}`}, {in: " [ ] \r\n\t"}, {in: `{"a":1,"A":2}`}, {in: `"\ud83d\ude00"`}, {in: `"\u0000"`},
-		{in: deep(MaxDepth)}, {in: many + "}"}, {in: `{"a":{"b":1},"b":[{"b":1},{"b":2}]}`}, {in: `-0`}, {in: `1e9`},
-		{"", RuleSyntax, 0, ""},
-		{" ", RuleSyntax, 1, ""},
-		{"\ufeff{}", RuleSyntax, 0, ""},
-		{`{"a":1,}`, RuleSyntax, 7, ""},
-		{`[1,]`, RuleSyntax, 3, ""},
-		{`[,1]`, RuleSyntax, 1, "[0]"},
-		{`[1 2]`, RuleSyntax, 3, ""},
-		{`{"a" 1}`, RuleSyntax, 5, ""},
-		{`{a:1}`, RuleSyntax, 1, ""},
-		{`{'a':1}`, RuleSyntax, 1, ""},
-		{`{"a":1`, RuleSyntax, 6, ""},
-		{`{"a":`, RuleSyntax, 5, "a"},
-		{`{"a":[1,{"b c":nul}]}`, RuleSyntax, 15, `a[1]."b c"`},
-		{`"abc`, RuleSyntax, 4, ""},
-		{"\"a\nb\"", RuleSyntax, 2, ""},
-		{"\"\\ta\nb\"", RuleSyntax, 4, ""},
-		{`"\x"`, RuleSyntax, 2, ""},
-		{`"\u12g4"`, RuleSyntax, 5, ""},
-		{`"\u12`, RuleSyntax, 5, ""},
-		{`"\`, RuleSyntax, 2, ""},
-		{`011`, RuleSyntax, 0, ""},
-		{`-`, RuleSyntax, 1, ""},
-		{`+1`, RuleSyntax, 0, ""},
-		{`1.`, RuleSyntax, 2, ""},
-		{`.5`, RuleSyntax, 0, ""},
-		{`1e`, RuleSyntax, 2, ""},
-		{`1e+`, RuleSyntax, 3, ""},
-		{`[NaN]`, RuleSyntax, 1, "[0]"},
-		{`tru`, RuleSyntax, 0, ""},
-		{`{}{}`, RuleTrailing, 2, ""},
-		{`{} x`, RuleTrailing, 3, ""},
-		{"{}\x00", RuleTrailing, 2, ""},
-		{`1x`, RuleTrailing, 1, ""},
-		{"{\"a\":\"\xff\"}", RuleUTF8, 6, ""},
-		{"\"\xc3\"", RuleUTF8, 1, ""},
-		{"\"\xed\xa0\x80\"", RuleUTF8, 1, ""},
-		{`"ab\ud800"`, RuleUTF8, 3, ""},
-		{`"\udc00"`, RuleUTF8, 1, ""},
-		{`"\ud800\u0041"`, RuleUTF8, 1, ""},
-		{`"\ud800\ud800"`, RuleUTF8, 1, ""},
-		{`{"a":1,"a":2}`, RuleDuplicate, 7, ""},
-		{`{"a":1,"\u0061":2}`, RuleDuplicate, 7, ""},
-		{`{"x":[0,{"a":1,"b":2,"a":3}]}`, RuleDuplicate, 21, "x[1]"},
-		{many + `,"k3":1}`, RuleDuplicate, len(many) + 1, ""},
-		{many + `,"k29":1}`, RuleDuplicate, len(many) + 1, ""},
-		{deep(MaxDepth + 1), RuleDepth, MaxDepth, strings.Repeat("[0]", MaxDepth)},
-	} {
+	return s
+}()
+
+var documents = []struct {
+	in, rule string // no rule: taken
+	offset   int
+	path     string
+}{
+	{in: `{}`}, {in: " [ ] \r\n\t"}, {in: `{"a":1,"A":2}`}, {in: `"\ud83d\ude00"`}, {in: `"\u0000"`},
+	{in: nested(MaxDepth)}, {in: many + "}"}, {in: `{"a":{"b":1},"b":[{"b":1},{"b":2}]}`}, {in: `-0`}, {in: `1e9`},
+	{"", RuleSyntax, 0, ""},
+	{" ", RuleSyntax, 1, ""},
+	{"\ufeff{}", RuleSyntax, 0, ""},
+	{`{"a":1,}`, RuleSyntax, 7, ""},
+	{`[1,]`, RuleSyntax, 3, ""},
+	{`[,1]`, RuleSyntax, 1, "[0]"},
+	{`[1 2]`, RuleSyntax, 3, ""},
+	{`{"a" 1}`, RuleSyntax, 5, ""},
+	{`{a:1}`, RuleSyntax, 1, ""},
+	{`{'a':1}`, RuleSyntax, 1, ""},
+	{`{"a":1`, RuleSyntax, 6, ""},
+	{`{"a":`, RuleSyntax, 5, "a"},
+	{`{"a":[1,{"b c":nul}]}`, RuleSyntax, 15, `a[1]."b c"`},
+	{`"abc`, RuleSyntax, 4, ""},
+	{"\"a\nb\"", RuleSyntax, 2, ""},
+	{"\"\\ta\nb\"", RuleSyntax, 4, ""},
+	{`"\x"`, RuleSyntax, 2, ""},
+	{`"\u12g4"`, RuleSyntax, 5, ""},
+	{`"\u12`, RuleSyntax, 5, ""},
+	{`"\`, RuleSyntax, 2, ""},
+	{`011`, RuleSyntax, 0, ""},
+	{`-`, RuleSyntax, 1, ""},
+	{`+1`, RuleSyntax, 0, ""},
+	{`1.`, RuleSyntax, 2, ""},
+	{`.5`, RuleSyntax, 0, ""},
+	{`1e`, RuleSyntax, 2, ""},
+	{`1e+`, RuleSyntax, 3, ""},
+	{`[NaN]`, RuleSyntax, 1, "[0]"},
+	{`tru`, RuleSyntax, 0, ""},
+	{`{}{}`, RuleTrailing, 2, ""},
+	{`{} x`, RuleTrailing, 3, ""},
+	{"{}\x00", RuleTrailing, 2, ""},
+	{`1x`, RuleTrailing, 1, ""},
+	{"{\"a\":\"\xff\"}", RuleUTF8, 6, ""},
+	{"\"\xc3\"", RuleUTF8, 1, ""},
+	{"\"\xed\xa0\x80\"", RuleUTF8, 1, ""},
+	{`"ab\ud800"`, RuleUTF8, 3, ""},
+	{`"\udc00"`, RuleUTF8, 1, ""},
+	{`"\ud800\u0041"`, RuleUTF8, 1, ""},
+	{`"\ud800\ud800"`, RuleUTF8, 1, ""},
+	{`{"a":1,"a":2}`, RuleDuplicate, 7, ""},
+	{`{"a":1,"\u0061":2}`, RuleDuplicate, 7, ""},
+	{`{"x":[0,{"a":1,"b":2,"a":3}]}`, RuleDuplicate, 21, "x[1]"},
+	{many + `,"k3":1}`, RuleDuplicate, len(many) + 1, ""},
+	{many + `,"k29":1}`, RuleDuplicate, len(many) + 1, ""},
+	{nested(MaxDepth + 1), RuleDepth, MaxDepth, strings.Repeat("[0]", MaxDepth)},
+}
+
+func TestRules(t *testing.T) {
+	for _, c := range documents {
 		err := Valid([]byte(c.in))
 		if c.rule == "" {
 			if err != nil {
@@ -92,7 +100,8 @@ func TestUint(t *testing.T) {
 		"0": uint64(0), "11": uint64(11), "18446744073709551615": uint64(1<<64 - 1), "9007199254740993": uint64(1<<53 + 1),
 		"18446744073709551616": RuleU64, "-1": RuleU64, "-0": RuleU64, "99999999999999999999999": RuleU64,
 		"1.0": RuleInteger, "1e3": RuleInteger, "-1.5": RuleInteger, "1E2": RuleInteger,
-		`"1"`: RuleType, "true": RuleType, "[]": RuleType, "{}": RuleType, "null": RuleNotNull, "nil": RuleSyntax, "01": RuleSyntax,
+		`"1"`: RuleType, "true": RuleType, "[]": RuleType, "{}": RuleType, "null": RuleNotNull,
+		"nil": RuleSyntax, "01": RuleSyntax,
 	} {
 		var v uint64
 		err := Read([]byte(in), func(r *Reader) (err error) { v, err = r.Uint64(); return err })
@@ -236,8 +245,8 @@ func generic(r *Reader) (v any, err error) {
 	return nil, r.Skip()
 }
 
-// FuzzAgainstStandard checks that all we take the standard decoder takes with the same value, and that what it takes and
-// we do not breaks one of the rules on which we are stricter.
+// FuzzAgainstStandard checks that all we take the standard decoder takes with the same value, and that what it takes
+// and we do not breaks one of the rules on which we are stricter.
 func FuzzAgainstStandard(f *testing.F) {
 	for _, s := range []string{
 		`{"a":[1,-2.5e3,null,true,false,"\u00e9\ud83d\ude00\\\/\b\f\n\r\t\""],"b":{}}`, ` [[],{"x":{"y":"z"}}] `,
@@ -277,7 +286,8 @@ func BenchmarkValid(b *testing.B) {
 	var doc bytes.Buffer
 	doc.WriteString(`{"weight_map":{"x":"y"`)
 	for i := range 20000 {
-		fmt.Fprintf(&doc, `,"model.layers.%d.mlp.experts.%d.down_proj.weight":"model-%05d-of-00100.safetensors"`, i/100, i%100, i%100)
+		fmt.Fprintf(&doc, `,"model.layers.%d.mlp.experts.%d.down_proj.weight":"model-%05d-of-00100.safetensors"`,
+			i/100, i%100, i%100)
 	}
 	doc.WriteString("}}")
 	b.SetBytes(int64(doc.Len()))
