@@ -42,7 +42,7 @@ type Pushed struct {
 	Reference string                `json:"reference"`
 	Files     int                   `json:"files"`
 	Sent      int64                 `json:"sent_bytes"` // of blobs; what the registry had already is not sent
-	Warnings  []safetensors.Warning `json:"warnings,omitempty"`
+	Warnings  []safetensors.Warning `json:"-"`
 }
 
 // Push makes the model in dir an artifact of a registry, under the tag of ref or, where it has none, by digest alone. The

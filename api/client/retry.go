@@ -46,7 +46,8 @@ func (p *pace) left() time.Duration {
 // Retry calls fn until it succeeds, and returns its last error. Errors that are not Temporary end it at once. Between
 // tries it waits, longer each time and with jitter; a Retry-After of the server is waited for by all users of the
 // Client. The number of tries without progress is bounded; any byte of a blob that moves, through any user of the
-// Client, starts the count anew, though not for ever. what names the work in the notes.
+// Client, starts the count anew, though not for ever. what names the work in the
+// notes; the error does not repeat it.
 func (c *Client) Retry(ctx context.Context, what string, fn func() error) error {
 	moved, tries := c.moved.Load(), 0
 	for all := 1; ; all++ {
@@ -63,13 +64,15 @@ func (c *Client) Retry(ctx context.Context, what string, fn func() error) error 
 		tries++
 		asked := retryAfter(err)
 		if tries >= maxTries || all >= maxAll || asked > maxAsked || tries >= maxUnmet && !c.met.Load() {
-			return fmt.Errorf("%s: gave up after %s: %w", what, count(all, "try", "tries"), err)
+			return fmt.Errorf("gave up after %s: %w", count(all, "try", "tries"), err)
 		}
 		if asked > 0 {
 			c.pace.hold(time.Now().Add(asked))
 		}
 		d := jitter(min(c.backoff<<(tries-1), maxBackoff))
-		c.notify("%s: %v; trying again in %s", what, err, max(asked, d).Round(100*time.Millisecond))
+		if c.met.Load() {
+			c.notify("%s: %v; trying again in %s", what, err, max(asked, d).Round(100*time.Millisecond))
+		}
 		if err := c.wait(ctx, d); err != nil {
 			return err
 		}

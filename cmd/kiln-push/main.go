@@ -1,3 +1,66 @@
+// Command kiln-push names models by their bytes and sends them to a registry.
 package main
 
-func main() {}
+import (
+	"context"
+	"errors"
+	"io"
+
+	"github.com/spf13/cobra"
+
+	"github.com/kiln-registry/kiln-registry/identity/safetensors"
+	"github.com/kiln-registry/kiln-registry/internal/cli"
+	"github.com/kiln-registry/kiln-registry/transfer"
+	"github.com/kiln-registry/kiln-registry/transfer/folder"
+)
+
+func main() { cli.Main(run) }
+
+func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
+	root := &cobra.Command{
+		Use:   "kiln-push",
+		Short: "Name models by their bytes and send them to a registry",
+		Long: "Name models by their bytes and send them to a registry.\n\n" +
+			"A REF is host[:port]/repository[:tag]. Exit codes: 0 done; 1 different; 2 wrong usage, or could not tell; 3 not\n" +
+			"logged in or not allowed; 4 not found; 5 refused data; 6 registry unreachable or failing; 7 local disk;\n" +
+			"75 try again.",
+		Version: cli.Version(),
+		Args:    cobra.NoArgs,
+	}
+	root.AddCommand(identifyCommand(), compareCommand(), baseCommand())
+	return explain(cli.Execute(ctx, root, args, stdout, stderr))
+}
+
+// explain gives the errors of a model folder their exit codes and hints.
+func explain(err error) error {
+	var rule *safetensors.Error
+	switch {
+	case errors.Is(err, folder.ErrChanged):
+		return cli.Hint(cli.Exit(cli.CodeBadInput, err), "let whatever writes there finish, or work from a private copy: --snapshot")
+	case errors.Is(err, transfer.ErrNoIdentity):
+		return cli.Exit(cli.CodeUsage, err)
+	case errors.As(err, &rule) && rule.Code == safetensors.WarnFamilyIncomplete:
+		return cli.Hint(err, "if that is the whole model, add --allow-incomplete-family")
+	case errors.As(err, &rule) && rule.Code == safetensors.CodeUnknownDType:
+		return cli.Hint(err, "kiln-push identify --any-dtype names such bytes; they are not pushed")
+	}
+	return err
+}
+
+// reading are the flags for reading a model folder.
+type reading struct {
+	follow   bool
+	snapshot bool
+}
+
+func (r *reading) bind(cmd *cobra.Command) {
+	cmd.Flags().BoolVar(&r.follow, "follow-links", false, "read the files behind links, as in a Hugging Face cache")
+	cmd.Flags().BoolVar(&r.snapshot, "snapshot", false, "work from a private copy; what changes meanwhile does not matter")
+}
+
+// warn shows warnings, one line each.
+func warn(stderr io.Writer, warnings []safetensors.Warning) {
+	for _, w := range warnings {
+		cli.Warn(stderr, "%s (%s)", w.Message, w.Code)
+	}
+}

@@ -58,7 +58,7 @@ func Report(stderr io.Writer, err error) int {
 		return code
 	}
 	fmt.Fprintf(stderr, "error: %s\n", oneLine(err.Error()))
-	if text := hintOf(err, code); text != "" {
+	if text := hintOf(err); text != "" {
 		fmt.Fprintf(stderr, "hint: %s\n", oneLine(text))
 	}
 	return code
@@ -121,6 +121,9 @@ func Usagef(format string, args ...any) error { return Exit(CodeUsage, fmt.Error
 func Execute(ctx context.Context, root *cobra.Command, args []string, stdout, stderr io.Writer) error {
 	root.SilenceErrors, root.SilenceUsage = true, true
 	root.CompletionOptions.HiddenDefaultCmd = true
+	if root.HasSubCommands() && !root.Runnable() {
+		root.Args = nil // cobra's own rule is the one that knows an unknown command
+	}
 	root.SetArgs(args)
 	root.SetOut(stdout)
 	root.SetErr(stderr)
@@ -138,6 +141,16 @@ func Execute(ctx context.Context, root *cobra.Command, args []string, stdout, st
 		err = Hint(Exit(CodeUsage, err), fmt.Sprintf("%s --help shows how it is used", cmd.CommandPath()))
 	}
 	return err
+}
+
+// Args wants exactly the arguments of these names.
+func Args(names ...string) cobra.PositionalArgs {
+	return func(_ *cobra.Command, args []string) error {
+		if len(args) != len(names) {
+			return fmt.Errorf("got %d arguments, want %s", len(args), strings.Join(names, " "))
+		}
+		return nil
+	}
 }
 
 func each(c *cobra.Command, f func(*cobra.Command)) {

@@ -12,6 +12,8 @@ import (
 
 	"github.com/kiln-registry/kiln-registry/api"
 	"github.com/kiln-registry/kiln-registry/api/client"
+	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/identity/safetensors"
 )
 
 // Code returns the exit code of an error: the one that Exit gave it, else the one that its kind stands for.
@@ -22,6 +24,15 @@ func Code(err error) int {
 		return CodeOK
 	case errors.As(err, &x):
 		return x.code
+	}
+	return kind(err)
+}
+
+// kind returns the code that an error stands for by itself.
+func kind(err error) int {
+	switch {
+	case isRule(err):
+		return CodeBadInput
 	case errors.Is(err, client.ErrMismatch):
 		return CodeNo
 	case errors.Is(err, client.ErrNotBlob), errors.Is(err, client.ErrRangeIgnored), errors.Is(err, client.ErrIdle):
@@ -31,6 +42,13 @@ func Code(err error) int {
 		return code
 	}
 	return systemCode(err)
+}
+
+// isRule says that data breaks a rule of selection or format.
+func isRule(err error) bool {
+	var selection *safetensors.Error
+	var manifest *identity.Error
+	return errors.As(err, &selection) || errors.As(err, &manifest)
 }
 
 // answerCode is for what a registry answered.
@@ -58,19 +76,28 @@ func answerCode(err error) int {
 
 // systemCode is for what this machine says.
 func systemCode(err error) int {
-	var n net.Error
 	var op *net.OpError
+	var n net.Error // an error number of the system is one too, so that it comes last
 	switch {
 	case errors.Is(err, context.Canceled), errors.Is(err, syscall.EINTR):
 		return CodeTryAgain
-	case errors.As(err, &op), errors.As(err, &n), isTLS(err):
+	case errors.As(err, &op), isTLS(err):
 		return CodeUnreachable
 	case full(err), errors.Is(err, fs.ErrPermission), errors.Is(err, syscall.EROFS), errors.Is(err, syscall.EIO):
 		return CodeDisk
 	case errors.Is(err, fs.ErrNotExist):
 		return CodeNotFound
+	case isPath(err):
+		return CodeUsage
+	case errors.As(err, &n), client.Temporary(err):
+		return CodeUnreachable
 	}
 	return CodeUsage
+}
+
+func isPath(err error) bool {
+	var path *fs.PathError
+	return errors.As(err, &path)
 }
 
 func full(err error) bool { return errors.Is(err, syscall.ENOSPC) || errors.Is(err, syscall.EDQUOT) }
@@ -83,7 +110,8 @@ func isTLS(err error) bool {
 }
 
 // hintOf returns what can be done about an error: the hint that it carries, else the usual one of its kind.
-func hintOf(err error, code int) string {
+func hintOf(err error) string {
+	code := kind(err)
 	var h *hint
 	var record tls.RecordHeaderError
 	switch {

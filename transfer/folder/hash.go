@@ -108,7 +108,7 @@ func (r *hasher) Read(p []byte) (int, error) {
 	n, err := r.in.Read(p)
 	r.hash.Write(p[:n])
 	r.done += int64(n)
-	if r.moved != nil {
+	if r.moved != nil && n > 0 {
 		r.moved(r.done)
 	}
 	return n, err

@@ -1,0 +1,115 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+
+	"github.com/spf13/cobra"
+
+	"github.com/kiln-registry/kiln-registry/api"
+	"github.com/kiln-registry/kiln-registry/api/client"
+	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/internal/cli"
+	"github.com/kiln-registry/kiln-registry/internal/cli/progress"
+	"github.com/kiln-registry/kiln-registry/transfer"
+	"github.com/kiln-registry/kiln-registry/transfer/folder"
+)
+
+func compareCommand() *cobra.Command {
+	var flags cli.Flags
+	var follow bool
+	cmd := &cobra.Command{
+		Use:   "compare A B",
+		Short: "Say whether two models have the same bytes",
+		Long: "Say whether two models have the same bytes, whatever their files are called. Each side is a directory, a file with a\n" +
+			"shard manifest, a REF, an aggregate (sha256:…), or the http://…/health of a resident model. Exit code 0: the same;\n" +
+			"1: different; 2: could not tell. Different sides whose bytes can be had are compared tensor by tensor.",
+		Args: cli.Args("A", "B"),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			show := progress.New(cli.Flags{Quiet: flags.Quiet || flags.JSON}, io.Discard, cmd.ErrOrStderr())
+			c, err := compare(cmd.Context(), args[0], args[1], &flags, folder.Options{FollowLinks: follow}, show)
+			show.Close()
+			if err != nil {
+				return cli.Exit(cli.CodeUsage, explain(err))
+			}
+			return printComparison(cmd.OutOrStdout(), c, flags.JSON)
+		},
+	}
+	flags.Bind(cmd)
+	cmd.Flags().BoolVar(&follow, "follow-links", false, "read the files behind links, as in a Hugging Face cache")
+	return cmd
+}
+
+func compare(ctx context.Context, a, b string, flags *cli.Flags, o folder.Options, show *progress.Show) (c transfer.Comparison, err error) {
+	dial := func(host string) (*client.Client, error) { return flags.Client(host, show.Note) }
+	var sides [2]transfer.Side
+	for i, name := range []string{a, b} {
+		if sides[i], err = transfer.OpenSide(ctx, name, dial, o, show.Watch); err != nil {
+			return c, err
+		}
+		defer sides[i].Close()
+	}
+	return transfer.Compare(ctx, sides[0], sides[1])
+}
+
+// comparison is the JSON form of a comparison.
+type comparison struct {
+	transfer.Comparison
+	OnlyA []api.Shard `json:"only_a,omitempty"`
+	OnlyB []api.Shard `json:"only_b,omitempty"`
+}
+
+func printComparison(stdout io.Writer, c transfer.Comparison, asJSON bool) (err error) {
+	if asJSON {
+		err = json.NewEncoder(stdout).Encode(comparison{c, wire(c.OnlyA), wire(c.OnlyB)})
+	} else {
+		err = writeComparison(stdout, c)
+	}
+	if err == nil && !c.Same {
+		return cli.Silent(cli.CodeNo)
+	}
+	return err
+}
+
+func wire(shards []identity.Shard) (out []api.Shard) {
+	for _, s := range shards {
+		out = append(out, api.Shard{Filename: s.Filename, Size: s.Size, Digest: s.Digest})
+	}
+	return out
+}
+
+func writeComparison(stdout io.Writer, c transfer.Comparison) error {
+	if c.Same {
+		_, err := fmt.Fprintf(stdout, "same: %s\n", c.A.Aggregate)
+		return err
+	}
+	_, err := fmt.Fprintf(stdout, "different\nA: %s\nB: %s\n", side(c.A), side(c.B))
+	for _, list := range []struct {
+		name   string
+		shards []identity.Shard
+	}{{"A", c.OnlyA}, {"B", c.OnlyB}} {
+		for _, s := range list.shards {
+			_, e := fmt.Fprintf(stdout, "only %s: %s %d bytes %s\n", list.name, s.Digest, s.Size, s.Filename)
+			err = errors.Join(err, e)
+		}
+	}
+	switch {
+	case c.SameTensors:
+		_, e := fmt.Fprintln(stdout, "every tensor is equal by content; only the packaging differs (files, order or header)")
+		err = errors.Join(err, e)
+	case c.TensorReason != "":
+		_, e := fmt.Fprintf(stdout, "tensors: %s\n", c.TensorReason)
+		err = errors.Join(err, e)
+	}
+	return err
+}
+
+func side(s identity.Summary) string {
+	if s.ShardCount == 0 {
+		return s.Aggregate.String()
+	}
+	return s.Aggregate.String() + " " + countOf(s)
+}

@@ -1,0 +1,365 @@
+package transfer
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"math"
+	"net/url"
+	"os"
+	"slices"
+	"strings"
+
+	"github.com/kiln-registry/kiln-registry/api/client"
+	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/identity/safetensors"
+	"github.com/kiln-registry/kiln-registry/transfer/folder"
+)
+
+// maxManifestFile bounds a shard manifest on disk, in bytes: 4096 shards take less than 2 MiB.
+const maxManifestFile = 16 << 20
+
+// ErrNoIdentity: one side of a comparison names no base model.
+var ErrNoIdentity = errors.New("no base model there")
+
+// Dial returns a client of the registry, or other server, at host.
+type Dial func(host string) (*client.Client, error)
+
+// Side is one side of a comparison.
+type Side struct {
+	Name     string             // as it was given
+	Summary  identity.Summary   // ShardCount and TotalSize are zero where only the aggregate is known
+	Manifest *identity.Manifest // nil: the shards are not known
+	shard    func(ctx context.Context, s identity.Shard) (io.ReadCloser, error)
+	client   *client.Client
+}
+
+// Close drops the connections of a side.
+func (s Side) Close() {
+	if s.client != nil {
+		s.client.Close()
+	}
+}
+
+// OpenSide finds out what name stands for, and its identity: a directory, a file with a shard manifest, an aggregate, the
+// address of a health check (http://…/health), or a reference to a registry. A directory is hashed.
+func OpenSide(ctx context.Context, name string, dial Dial, o folder.Options, w Watch) (Side, error) {
+	if a, err := identity.ParseAggregate(name); err == nil {
+		return Side{Name: name, Summary: identity.Summary{
+			ManifestType: identity.ManifestType, AggregateAlgorithm: identity.AggregateAlgorithm, Aggregate: a,
+		}}, nil
+	}
+	if strings.HasPrefix(name, "http://") || strings.HasPrefix(name, "https://") {
+		return healthSide(ctx, name, dial)
+	}
+	switch info, err := os.Stat(name); {
+	case err == nil && info.IsDir():
+		return folderSide(ctx, name, o, w)
+	case err == nil:
+		return fileSide(name)
+	}
+	ref, err := client.ParseReference(name)
+	if err != nil {
+		return Side{}, fmt.Errorf("%.200q is no directory, file, aggregate or address, and as a reference to a registry: %w", name, err)
+	}
+	return referenceSide(ctx, name, ref, dial)
+}
+
+func healthSide(ctx context.Context, name string, dial Dial) (Side, error) {
+	u, err := url.Parse(name)
+	if err != nil {
+		return Side{}, err
+	}
+	c, err := dial(u.Host)
+	if err != nil {
+		return Side{}, err
+	}
+	defer c.Close()
+	h, err := c.Health(ctx, name)
+	if err != nil {
+		return Side{}, err
+	}
+	if h.BaseWeightIdentity == nil {
+		return Side{}, fmt.Errorf("%s: %w: status %s, role %s, base_weight_identity null", name, ErrNoIdentity, h.Status, h.Role)
+	}
+	return Side{Name: name, Summary: *h.BaseWeightIdentity}, nil
+}
+
+func fileSide(name string) (Side, error) {
+	f, err := os.Open(name)
+	if err != nil {
+		return Side{}, err
+	}
+	defer f.Close()
+	b, err := io.ReadAll(io.LimitReader(f, maxManifestFile))
+	if err != nil {
+		return Side{}, err
+	}
+	m, err := identity.Parse(b)
+	if err != nil {
+		return Side{}, fmt.Errorf("%s: %w", name, err)
+	}
+	return Side{Name: name, Summary: m.Summary(), Manifest: &m}, nil
+}
+
+func folderSide(ctx context.Context, name string, o folder.Options, w Watch) (Side, error) {
+	f, err := folder.Open(name, o)
+	if err != nil {
+		return Side{}, err
+	}
+	sum, err := HashFolder(ctx, f, w)
+	if err != nil {
+		return Side{}, err
+	}
+	m := sum.Manifest
+	s := Side{Name: name, Summary: m.Summary(), Manifest: &m}
+	s.shard = func(_ context.Context, shard identity.Shard) (io.ReadCloser, error) {
+		i := slices.IndexFunc(f.Shards, func(file folder.File) bool { return file.Name == shard.Filename })
+		r, _, err := f.Read(f.Shards[i], 0)
+		return r, err
+	}
+	return s, nil
+}
+
+// HashFolder hashes the shards of a folder and tells w of it.
+func HashFolder(ctx context.Context, f *folder.Folder, w Watch) (folder.Sum, error) {
+	for _, file := range f.Shards {
+		w.tell(Event{Step: Planned, Phase: PhaseHash, File: file.Name, Total: file.Size})
+	}
+	return f.Sum(ctx, func(file folder.File, done int64) {
+		e := Event{Step: Moved, Phase: PhaseHash, File: file.Name, Bytes: done, Total: file.Size}
+		if w.tell(e); done == file.Size {
+			e.Step = Done
+			w.tell(e)
+		}
+	})
+}
+
+func referenceSide(ctx context.Context, name string, ref client.Reference, dial Dial) (Side, error) {
+	c, err := dial(ref.Host)
+	if err != nil {
+		return Side{}, err
+	}
+	plan, err := Resolve(ctx, c, ref)
+	if err != nil {
+		c.Close()
+		return Side{}, err
+	}
+	if plan.NoBase != nil {
+		c.Close()
+		return Side{}, fmt.Errorf("%s: %w: %w", name, ErrNoIdentity, plan.NoBase)
+	}
+	s := Side{Name: name, Summary: plan.Base.Summary(), Manifest: &plan.Base, client: c}
+	s.shard = func(ctx context.Context, shard identity.Shard) (io.ReadCloser, error) {
+		return &resumed{ctx: ctx, c: c, repo: ref.Repo, shard: shard}, nil
+	}
+	return s, nil
+}
+
+// resumed reads a blob of a registry from its start to its end, through whatever breaks on the way.
+type resumed struct {
+	ctx   context.Context
+	c     *client.Client
+	repo  string
+	shard identity.Shard
+	at    int64
+	body  io.ReadCloser
+}
+
+func (r *resumed) Read(p []byte) (n int, err error) {
+	size := int64(r.shard.Size)
+	if r.at == size {
+		return 0, io.EOF
+	}
+	err = r.c.Retry(r.ctx, r.shard.Filename, func() (err error) {
+		if r.body == nil {
+			if r.body, err = r.c.Blob(r.ctx, r.repo, r.shard.Digest, r.at, size-r.at, size); err != nil {
+				return err
+			}
+		}
+		n, err = r.body.Read(p)
+		r.at += int64(n)
+		if err != nil && r.at < size {
+			r.body.Close()
+			r.body = nil
+		}
+		if n > 0 || err == io.EOF {
+			return nil
+		}
+		return err
+	})
+	return n, err
+}
+
+func (r *resumed) Close() error {
+	if r.body == nil {
+		return nil
+	}
+	return r.body.Close()
+}
+
+// Comparison says whether two sides are the same multiset of shard bytes, and if not, how they differ.
+type Comparison struct {
+	Same         bool             `json:"same"`
+	A            identity.Summary `json:"a"`
+	B            identity.Summary `json:"b"`
+	OnlyA        []identity.Shard `json:"-"` // of shards whose bytes the other side lacks; empty where they are not known
+	OnlyB        []identity.Shard `json:"-"`
+	Listed       bool             `json:"listed"`                  // the shards of both sides are known
+	SameTensors  bool             `json:"same_tensors"`            // every tensor is equal by content; only the packaging differs
+	TensorReason string           `json:"tensor_reason,omitempty"` // of different sides: why the tensors differ, or were not compared
+}
+
+// Compare sets two sides against each other. Where their shards differ and both sides' bytes can be had, their tensors are
+// compared too: name, dtype, shape and content, however they are spread over files.
+func Compare(ctx context.Context, a, b Side) (Comparison, error) {
+	c := Comparison{Same: a.Summary.Aggregate == b.Summary.Aggregate, A: a.Summary, B: b.Summary}
+	if a.Manifest != nil && b.Manifest != nil {
+		d := identity.Compare(*a.Manifest, *b.Manifest)
+		c.Listed, c.OnlyA, c.OnlyB = true, d.OnlyA, d.OnlyB
+	}
+	switch {
+	case c.Same && !agree(c.A, c.B):
+		return c, fmt.Errorf("%s and %s name one aggregate, but not the same count and size of shards: one of them is wrong", a.Name, b.Name)
+	case c.Same:
+		c.SameTensors = true
+	case !c.Listed:
+		c.TensorReason = "the shards of one side are not known"
+	case a.shard == nil || b.shard == nil:
+		c.TensorReason = "the bytes of one side can't be had"
+	default:
+		reason, err := compareTensors(ctx, a, b, c)
+		if err != nil {
+			return c, fmt.Errorf("compare tensors: %w", err)
+		}
+		c.SameTensors, c.TensorReason = reason == "", reason
+	}
+	return c, nil
+}
+
+// agree says whether what two sides of one aggregate state about it fits together.
+func agree(a, b identity.Summary) bool {
+	return a.ShardCount == 0 || b.ShardCount == 0 || a.ShardCount == b.ShardCount && a.TotalSize == b.TotalSize
+}
+
+// tensor is what a tensor is, apart from where it lies.
+type tensor struct {
+	dtype safetensors.DType
+	shape string
+	size  uint64 // bytes
+	sum   identity.Digest
+}
+
+// compareTensors says in what the tensors of the differing shards differ; nothing where they do not. The headers are read
+// first, since they are small and most often tell.
+func compareTensors(ctx context.Context, a, b Side, c Comparison) (reason string, err error) {
+	for _, content := range []bool{false, true} {
+		of := func(s Side, shards []identity.Shard) (map[string]tensor, string, error) {
+			return tensorsOf(ctx, s, shards, content)
+		}
+		ofA, why, err := of(a, c.OnlyA)
+		if err != nil || why != "" {
+			return why, err
+		}
+		ofB, why, err := of(b, c.OnlyB)
+		if err != nil || why != "" {
+			return why, err
+		}
+		if reason := differing(ofA, ofB); reason != "" {
+			return reason, nil
+		}
+	}
+	return "", nil
+}
+
+// tensorsOf lists the tensors of some shards, and hashes them if content is set. Two tensors of one name are no model.
+func tensorsOf(ctx context.Context, s Side, shards []identity.Shard, content bool) (map[string]tensor, string, error) {
+	all := map[string]tensor{}
+	for _, shard := range shards {
+		if shard.Size > math.MaxInt64 {
+			return nil, fmt.Sprintf("%s of %s has %d bytes", shard.Filename, s.Name, shard.Size), nil
+		}
+		found, err := tensorsIn(ctx, s, shard, content)
+		if err != nil {
+			return nil, "", fmt.Errorf("%s of %s: %w", shard.Filename, s.Name, err)
+		}
+		for name, t := range found {
+			if _, twice := all[name]; twice {
+				return nil, fmt.Sprintf("tensor %.200q is twice in %s", name, s.Name), nil
+			}
+			all[name] = t
+		}
+	}
+	return all, "", nil
+}
+
+// tensorsIn reads one shard once, from its start.
+func tensorsIn(ctx context.Context, s Side, shard identity.Shard, content bool) (map[string]tensor, error) {
+	r, err := s.shard(ctx, shard)
+	if err != nil {
+		return nil, err
+	}
+	defer r.Close()
+	h, rest, err := folder.Header(r, int64(shard.Size))
+	var rule *safetensors.Error
+	if errors.As(err, &rule) {
+		return nil, safetensors.InFile(shard.Filename, err)
+	}
+	if err != nil {
+		return nil, err
+	}
+	found, buf := make(map[string]tensor, len(h.Tensors)), make([]byte, folder.Piece)
+	for _, t := range h.Tensors {
+		is := tensor{dtype: t.DType, shape: fmt.Sprint(t.Shape), size: t.End - t.Begin}
+		if content {
+			if is.sum, err = sumOf(ctx, rest, int64(is.size), buf); err != nil {
+				return nil, err
+			}
+		}
+		found[t.Name] = is
+	}
+	return found, nil
+}
+
+// sumOf hashes the next n bytes of r. The tensors of a checked header lie one after another.
+func sumOf(ctx context.Context, r io.Reader, n int64, buf []byte) (identity.Digest, error) {
+	h := identity.NewHash()
+	for n > 0 {
+		if err := ctx.Err(); err != nil {
+			return identity.Digest{}, context.Cause(ctx)
+		}
+		m, err := io.ReadFull(r, buf[:min(n, int64(len(buf)))])
+		if err != nil {
+			return identity.Digest{}, err
+		}
+		h.Write(buf[:m])
+		n -= int64(m)
+	}
+	return identity.DigestOf(h), nil
+}
+
+// differing names what differs, the first few in order of name.
+func differing(a, b map[string]tensor) string {
+	const most = 5
+	var names []string
+	for name, t := range a {
+		if b[name] != t {
+			names = append(names, name)
+		}
+	}
+	for name := range b {
+		if _, ok := a[name]; !ok {
+			names = append(names, name)
+		}
+	}
+	if len(names) == 0 {
+		return ""
+	}
+	slices.Sort(names)
+	s := fmt.Sprintf("%d tensors differ: %.200q", len(names), names[:min(most, len(names))])
+	if len(names) > most {
+		s += " and more"
+	}
+	return s
+}
