@@ -67,14 +67,26 @@ func newRouter(r *Registry) http.Handler {
 	for _, rt := range routes {
 		m.HandleFunc(rt.path, r.serve(rt)).Methods(strings.Fields(rt.methods)...)
 	}
-	refuse := func(code api.Code) http.Handler {
-		return http.HandlerFunc(r.serve(route{open: true, handle: func(*Registry, *response, *request) error {
-			return api.Errorf(code, "")
-		}}))
-	}
-	m.NotFoundHandler = refuse(api.CodeRouteUnknown)
-	m.MethodNotAllowedHandler = refuse(api.CodeUnsupported)
+	m.NotFoundHandler = r.serve(route{open: true, handle: func(*Registry, *response, *request) error {
+		return api.Errorf(api.CodeRouteUnknown, "")
+	}})
+	m.MethodNotAllowedHandler = r.serve(route{open: true, handle: func(_ *Registry, w *response, q *request) error {
+		w.Header().Set("Allow", strings.Join(allowed(m, q.Request), ", "))
+		return api.Errorf(api.CodeUnsupported, "")
+	}})
 	return m
+}
+
+// allowed returns the methods that a path has.
+func allowed(m *mux.Router, r *http.Request) (methods []string) {
+	for _, method := range []string{"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"} {
+		other := *r
+		other.Method = method
+		if match := (mux.RouteMatch{}); m.Match(&other, &match) && match.MatchErr == nil {
+			methods = append(methods, method)
+		}
+	}
+	return methods
 }
 
 // request is a request whose caller is known.

@@ -263,17 +263,17 @@ func choose(ctx context.Context, blobs Blobs, all files) (choice, error) {
 	for _, name := range sel.Shards {
 		f := all[name]
 		c.files = append(c.files, f)
-		if !f.raw && c.state == api.ContentDirect {
+		ok := false
+		if f.raw {
+			if ok, err = looksRight(ctx, blobs, f); err != nil {
+				return choice{}, err
+			}
+		}
+		switch {
+		case ok || c.state == api.ContentIncomplete:
+		case !f.raw || isArchive(f.Descriptor): // nobody has looked into it yet
 			c.state = api.ContentPending
-		}
-		if !f.raw {
-			continue
-		}
-		ok, err := looksRight(ctx, blobs, f)
-		if err != nil {
-			return choice{}, err
-		}
-		if !ok {
+		default:
 			c.state = api.ContentIncomplete
 		}
 	}

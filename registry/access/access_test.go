@@ -1,0 +1,192 @@
+package access
+
+import (
+	"bytes"
+	"errors"
+	"log/slog"
+	"net/http"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/kiln-registry/kiln-registry/api"
+)
+
+func TestGlobs(t *testing.T) {
+	for glob, repos := range map[string]string{
+		"team/*":    "team/a team/a-b !team !team/a/b !other/a !xteam/a",
+		"team/**":   "team/a team/a/b/c !team !teamx/a",
+		"**":        "a a/b a/b/c",
+		"*":         "a !a/b",
+		"a/*/c":     "a/b/c !a/c !a/b/b/c",
+		"team-*/x":  "team-1/x team-/x !team/x !team-1/y",
+		"**/models": "a/models a/b/models !models",
+		"a.b":       "a.b !axb",
+	} {
+		re, err := compileGlob(glob)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for repo := range strings.FieldsSeq(repos) {
+			repo, not := strings.CutPrefix(repo, "!")
+			if re.MatchString(repo) == not {
+				t.Errorf("%s on %s: got %v", glob, repo, not)
+			}
+		}
+	}
+	for _, bad := range []string{"", "a//b", "/a", "a**", "A", "a b", "a/../b?"} {
+		if _, err := compileGlob(bad); err == nil {
+			t.Errorf("glob %q was taken", bad)
+		}
+	}
+}
+
+func file(t *testing.T, text string) string {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "tokens.yaml")
+	if err := os.WriteFile(path, []byte(text), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	return path
+}
+
+func TestFileIsStrict(t *testing.T) {
+	_, sum := NewSecret()
+	ok := "version: 1\ntokens:\n- name: ci\n  sha256: " + sum + "\n  allow:\n  - {repositories: [a/**], actions: [pull]}\n"
+	if _, err := ParseFile([]byte(ok)); err != nil {
+		t.Fatal(err)
+	}
+	for name, bad := range map[string]string{
+		"empty": "", "no version": "tokens: []\n", "other version": "version: 2\n", "unknown member": "version: 1\nadmin: true\n",
+		"two documents":   ok + "---\nversion: 1\n",
+		"duplicate key":   "version: 1\nversion: 1\n",
+		"action":          strings.Replace(ok, "[pull]", "[pull, admin]", 1),
+		"no actions":      strings.Replace(ok, "[pull]", "[]", 1),
+		"no name":         strings.Replace(ok, "name: ci", "name: ''", 1),
+		"hash":            strings.Replace(ok, sum, sum[:63], 1),
+		"unknown in rule": strings.Replace(ok, "actions:", "action: x, actions:", 1),
+		"twice":           ok + strings.TrimPrefix(ok, "version: 1\ntokens:\n"),
+		"glob":            strings.Replace(ok, "a/**", "a/**b", 1),
+	} {
+		if _, err := ParseFile([]byte(bad)); err == nil {
+			t.Errorf("%s: was taken", name)
+		}
+	}
+}
+
+func TestSecretsDiffer(t *testing.T) {
+	a, x := NewSecret()
+	b, y := NewSecret()
+	if a == b || x == y || !strings.HasPrefix(a, TokenPrefix) || len(a) < len(TokenPrefix)+22 {
+		t.Fatal(a, b)
+	}
+}
+
+func request(header ...string) *http.Request {
+	r, _ := http.NewRequest("GET", "http://x/", nil)
+	if len(header) == 1 {
+		r.Header.Set("Authorization", header[0])
+	}
+	return r
+}
+
+func TestCallers(t *testing.T) {
+	secret, sum := NewSecret()
+	old, oldSum := NewSecret()
+	path := file(t, "version: 1\nanonymous:\n- {repositories: [public/**], actions: [pull]}\ntokens:\n"+
+		"- name: ci\n  sha256: "+sum+"\n  allow:\n  - {repositories: [team/**], actions: [pull, push]}\n"+
+		"- name: old\n  sha256: "+oldSum+"\n  expires: 2020-01-01T00:00:00Z\n  allow:\n  - {repositories: ['**'], actions: [pull]}\n")
+	g, err := Load(path, slog.New(slog.DiscardHandler))
+	if err != nil {
+		t.Fatal(err)
+	}
+	basic := request()
+	basic.SetBasicAuth("anybody", secret)
+	for _, r := range []*http.Request{request("Bearer " + secret), request("bearer " + secret), basic} {
+		c, err := g.Caller(r)
+		if err != nil || c.Name != "ci" {
+			t.Fatalf("%+v, %v", c, err)
+		}
+		if !c.May(Push, "team/a/b") || c.May(Delete, "team/a") || c.May(Pull, "other/a") || c.May(Pull, "public/a") {
+			t.Error("rights of ci are wrong")
+		}
+		if err := c.Check(Delete, "team/a"); !errors.Is(err, api.ErrDenied) {
+			t.Error(err)
+		}
+		if c.CheckAnywhere(Push) != nil || c.CheckAnywhere(Delete) == nil {
+			t.Error("CheckAnywhere")
+		}
+	}
+	nobody, err := g.Caller(request())
+	if err != nil || nobody.Name != "" || !nobody.Sees("public/x") || nobody.Sees("team/a") {
+		t.Fatalf("%+v, %v", nobody, err)
+	}
+	if err := nobody.Check(Pull, "team/a"); !errors.Is(err, api.ErrUnauthorized) {
+		t.Error(err)
+	}
+	for _, h := range []string{"Bearer " + old, "Bearer " + secret + "x", "Bearer ", "Digest x", "Basic !!", "Bearer " + sum} {
+		if c, err := g.Caller(request(h)); !errors.Is(err, api.ErrUnauthorized) || c.MayAnywhere(Pull) {
+			t.Errorf("%s: %+v, %v", h, c, err)
+		}
+	}
+	if c, err := Open().Caller(request()); err != nil || !c.May(Delete, "x") {
+		t.Error("an open gate is not open")
+	}
+	if new(Caller).May(Pull, "x") {
+		t.Error("the zero caller may pull")
+	}
+}
+
+func TestFileIsFollowed(t *testing.T) {
+	secret, sum := NewSecret()
+	text := func(actions string) []byte {
+		return []byte("version: 1\ntokens:\n- name: ci\n  sha256: " + sum + "\n  allow:\n  - {repositories: ['**'], actions: " + actions + "}\n")
+	}
+	path := file(t, string(text("[pull]")))
+	var log bytes.Buffer
+	g, err := Load(path, slog.New(slog.NewTextHandler(&log, nil)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	replace := func(b []byte, age time.Duration) {
+		t.Helper()
+		next := path + ".new"
+		if err := os.WriteFile(next, b, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		at := time.Now().Add(-age)
+		if err := errors.Join(os.Chtimes(next, at, at), os.Rename(next, path)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	may := func(a Action) bool {
+		c, err := g.Caller(request("Bearer " + secret))
+		return err == nil && c.May(a, "x")
+	}
+	if may(Push) {
+		t.Fatal("may push too early")
+	}
+	replace(text("[pull, push]"), 3*time.Hour)
+	if !may(Push) {
+		t.Fatal("a changed file was not read")
+	}
+	replace([]byte("version: 1\ntokens: nonsense\n"), 2*time.Hour)
+	if !may(Push) || !may(Push) {
+		t.Fatal("an invalid file changed the rules")
+	}
+	if n := strings.Count(log.String(), "not valid"); n != 1 {
+		t.Fatalf("said %d times that the file is not valid:\n%s", n, &log)
+	}
+	if err := os.Remove(path); err != nil || !may(Push) || !may(Push) {
+		t.Fatal("a removed file changed the rules")
+	}
+	if n := strings.Count(log.String(), "not valid"); n != 2 {
+		t.Fatalf("said %d times that the file is not valid:\n%s", n, &log)
+	}
+	replace(text("[pull]"), time.Hour)
+	if may(Push) || !may(Pull) {
+		t.Fatal("the next valid file was not read")
+	}
+}
