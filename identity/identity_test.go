@@ -276,6 +276,10 @@ func TestErrorsNameShardAndValues(t *testing.T) {
 	if !errors.As(err, &e) || e.Shard != 1 || !strings.Contains(err.Error(), "shards[1].size_bytes") {
 		t.Errorf("got %v", err)
 	}
+	_, err = Parse([]byte(`{"shards":[{"filename":"a","size_bytes":1,"sha256":""}],"shards":[]}`))
+	if !errors.As(err, &e) || e.Shard != -1 {
+		t.Errorf("a fault after the shards: %v at shard %d", err, e.Shard)
+	}
 	if _, err := New([]Shard{shard("a.safetensors", 1<<63, 1), shard("b.safetensors", 1<<63, 1)}); !errors.As(err, &e) ||
 		e.Rule != RuleTotalOverflow {
 		t.Errorf("New with sizes over 2^64: %v", err)

@@ -1,6 +1,7 @@
 package safetensors
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
 	"io"
@@ -154,6 +155,18 @@ func TestSelectReadError(t *testing.T) {
 	if !errors.Is(err, io.ErrUnexpectedEOF) || errors.As(err, &e) || !strings.Contains(err.Error(), IndexName) {
 		t.Errorf("got %v", err)
 	}
+}
+
+// TestIndexLimit checks that the limit holds also for a document that is longer than the listing says.
+func TestIndexLimit(t *testing.T) {
+	doc := []byte(indexOf("a.safetensors"))
+	doc = append(doc, bytes.Repeat([]byte(" "), MaxIndex-len(doc))...)
+	read := func() ([]byte, error) { return doc, nil }
+	if s, err := Select(regular(IndexName, "a.safetensors"), read); err != nil || len(s.Shards) != 1 {
+		t.Errorf("at the limit: %q, %v", s.Shards, err)
+	}
+	doc = append(doc, ' ')
+	checkSelectRefuses(t, "one byte over", regular(IndexName, "a.safetensors"), read, CodeIndexTooLarge, "67108865")
 }
 
 func TestWarnings(t *testing.T) {
