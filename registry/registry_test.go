@@ -20,6 +20,7 @@ import (
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/index"
 	"github.com/kiln-registry/kiln-registry/index/boltkv"
+	"github.com/kiln-registry/kiln-registry/internal/durable"
 	"github.com/kiln-registry/kiln-registry/registry"
 	"github.com/kiln-registry/kiln-registry/registry/access"
 )
@@ -31,12 +32,14 @@ type server struct {
 	gate  *access.Gate
 	idle  time.Duration
 	clock func() time.Time
+	disk  durable.Disk
 	store *fsstore.Store
 	ix    *index.Index
 	reg   *registry.Registry
 	http  *httptest.Server
 	log   *bytes.Buffer
-	token string // sent with every request if set
+	token string        // sent with every request if set
+	ended chan struct{} // gets one for each request that ended, as long as there is room
 }
 
 func newServer(t *testing.T) *server {
@@ -58,7 +61,7 @@ func (s *server) start() {
 	s.t.Helper()
 	ctx := context.Background()
 	var err error
-	if s.store, err = fsstore.Open(s.dir, fsstore.Options{}); err != nil {
+	if s.store, err = fsstore.Open(s.dir, fsstore.Options{Disk: s.disk}); err != nil {
 		s.t.Fatal(err)
 	}
 	kv, err := boltkv.Open(filepath.Join(s.dir, "index.db"), boltkv.Options{})
@@ -78,7 +81,14 @@ func (s *server) start() {
 	if err := s.reg.Replay(ctx); err != nil {
 		s.t.Fatal(err)
 	}
-	s.http = httptest.NewServer(s.reg)
+	s.ended = make(chan struct{}, 1000)
+	s.http = httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		s.reg.ServeHTTP(w, r)
+		select {
+		case s.ended <- struct{}{}:
+		default:
+		}
+	}))
 }
 
 func (s *server) stop() {

@@ -1,0 +1,172 @@
+package registry_test
+
+import (
+	"bytes"
+	"fmt"
+	"net/http"
+	"strings"
+	"testing"
+
+	"github.com/kiln-registry/kiln-registry/api"
+	"github.com/kiln-registry/kiln-registry/identity"
+)
+
+func TestBlobHeadAndGetAgree(t *testing.T) { // RG-12
+	s := newServer(t)
+	body := []byte("0123456789")
+	d := s.blob("a/b", body)
+	m := s.manifest("a/b", nil, nil)
+	if a := s.put("a/b", "v1", m); a.status != 201 {
+		t.Fatal(a)
+	}
+	for path, want := range map[string][]byte{api.PathBlob("a/b", d): body, api.PathManifest("a/b", "v1"): m,
+		api.PathManifest("a/b", identity.Sum(m).String()): m} {
+		head, full := s.want(200, "HEAD", path, nil), s.want(200, "GET", path, nil)
+		if len(head.body) != 0 || !bytes.Equal(full.body, want) {
+			t.Errorf("%s: HEAD has %d bytes, GET %q", path, len(head.body), full.body)
+		}
+		for _, h := range []string{"Content-Length", "Content-Type", "Docker-Content-Digest", "ETag", "Accept-Ranges"} {
+			if head.header.Get(h) != full.header.Get(h) {
+				t.Errorf("%s: %s differs: %q, %q", path, h, head.header.Get(h), full.header.Get(h))
+			}
+		}
+		if got := full.header.Get("Docker-Content-Digest"); got != identity.Sum(want).String() {
+			t.Errorf("%s: digest %s", path, got)
+		}
+		if full.header.Get("Content-Encoding") != "" {
+			t.Error("encoded")
+		}
+		if a := s.want(304, "GET", path, nil, "If-None-Match", full.header.Get("ETag")); len(a.body) != 0 {
+			t.Error(a)
+		}
+	}
+	zipped := s.want(200, "GET", api.PathBlob("a/b", d), nil, "Accept-Encoding", "gzip")
+	if zipped.header.Get("Content-Encoding") != "" || !bytes.Equal(zipped.body, body) {
+		t.Error("encoded when asked")
+	}
+}
+
+func TestRanges(t *testing.T) { // RG-10, RG-11
+	s := newServer(t)
+	body := []byte("0123456789")
+	path := api.PathBlob("a", s.blob("a", body))
+	for spec, want := range map[string]string{
+		"bytes=0-3": "206 0-3 0123", "bytes=2-": "206 2-9 23456789", "bytes=-3": "206 7-9 789", "bytes=8-100": "206 8-9 89",
+		"bytes=-100": "206 0-9 0123456789", "Bytes = 1-1": "206 1-1 1", "bytes=0-99999999999999999999": "206 0-9 0123456789",
+		"bytes=10-": "416", "bytes=10-20": "416", "bytes=-0": "416", "bytes=9-3": "416", "bytes=99999999999999999999-": "416",
+		"bytes=0-1,5-6": "200", "bytes=": "200", "bytes=-": "200", "bytes=a-b": "200", "lines=0-1": "200", "bytes=1": "200",
+		"bytes=+1-2": "200", "bytes=--1": "200", "": "200",
+	} {
+		a := s.do("GET", path, nil, "Range", spec)
+		got := fmt.Sprint(a.status)
+		switch a.status {
+		case http.StatusPartialContent:
+			r, total, _ := strings.Cut(strings.TrimPrefix(a.header.Get("Content-Range"), "bytes "), "/")
+			if total != "10" {
+				t.Errorf("%q: Content-Range %q", spec, a.header.Get("Content-Range"))
+			}
+			got += " " + r + " " + string(a.body)
+		case http.StatusOK:
+			if !bytes.Equal(a.body, body) {
+				t.Errorf("%q: %q", spec, a.body)
+			}
+		case http.StatusRequestedRangeNotSatisfiable:
+			if a.header.Get("Content-Range") != "bytes */10" || a.code() != api.CodeRangeInvalid {
+				t.Errorf("%q: %v", spec, a)
+			}
+		}
+		if got != want {
+			t.Errorf("%q: got %q, want %q", spec, got, want)
+		}
+	}
+	if a := s.do("GET", path, nil, "Range", "bytes=0-1", "If-Range", `"other"`); a.status != 200 {
+		t.Error("a range of other content was followed", a)
+	}
+	if a := s.do("GET", api.PathBlob("a", s.blob("a", nil)), nil, "Range", "bytes=0-"); a.status != 416 {
+		t.Error("a range of nothing:", a)
+	}
+}
+
+func TestDigestTricks(t *testing.T) { // RG-14
+	s := newServer(t)
+	upper := "sha256:" + strings.ToUpper(identity.Sum(nil).Hex())
+	for _, d := range []string{upper, "sha256:..", "sha256:", "sha512:" + strings.Repeat("ab", 64), "md5:abc", "sha256:" + strings.Repeat("a", 32<<10),
+		"sha256%3A..%2F..", "sha256:" + strings.Repeat("a", 63) + "g"} {
+		for _, path := range []string{"/v2/a/blobs/" + d, "/v2/a/referrers/" + d} {
+			if a := s.do("GET", path, nil); a.status != 400 || a.code() != api.CodeDigestInvalid {
+				t.Errorf("%.60s: %v", path, a)
+			}
+		}
+	}
+	for _, name := range []string{"A", "a..b", "-a", "a/_b"} {
+		if a := s.do("GET", "/v2/"+name+"/tags/list", nil); a.status != 400 || a.code() != api.CodeNameInvalid {
+			t.Errorf("%s: %v", name, a)
+		}
+	}
+	d := s.blob("a/b", []byte("x"))
+	if a := s.do("GET", "/v2/a%2Fb/blobs/sha256%3A"+d.Hex(), nil); a.status != 200 {
+		t.Errorf("an escaped path: %v", a)
+	}
+}
+
+func TestBlobOfAnotherRepository(t *testing.T) {
+	s := newServer(t)
+	d := s.blob("a", []byte("x"))
+	if a := s.do("GET", api.PathBlob("b", d), nil); a.status != 404 || a.code() != api.CodeBlobUnknown {
+		t.Fatal("a digest alone opened a blob:", a)
+	}
+	for _, q := range []string{"?mount=" + d.String() + "&from=a", "?mount=" + d.String()} {
+		repo := fmt.Sprintf("c%d", len(q))
+		a := s.want(201, "POST", api.PathUploads(repo)+q, nil)
+		if a.header.Get("Location") != api.PathBlob(repo, d) || a.header.Get("Docker-Content-Digest") != d.String() {
+			t.Fatal(a)
+		}
+		s.want(200, "GET", api.PathBlob(repo, d), nil)
+	}
+	// What can't be mounted opens an upload.
+	missing := identity.Sum([]byte("never"))
+	for _, q := range []string{"?mount=" + missing.String() + "&from=a", "?mount=" + d.String() + "&from=none", "?mount=" + missing.String(),
+		"?mount=" + d.String() + "&from=No/Name"} {
+		if a := s.want(202, "POST", api.PathUploads("e")+q, nil); a.header.Get("Location") == "" {
+			t.Fatal(a)
+		}
+	}
+	if a := s.want(400, "POST", api.PathUploads("e")+"?mount=sha256:x", nil); a.code() != api.CodeDigestInvalid {
+		t.Fatal(a)
+	}
+}
+
+func TestDeleteBlob(t *testing.T) {
+	s := newServer(t)
+	s.want(404, "DELETE", api.PathBlob("a", identity.Sum([]byte("x"))), nil)
+	d := s.blob("a", []byte("x"))
+	s.blob("b", []byte("x"))
+	s.want(202, "DELETE", api.PathBlob("a", d), nil)
+	s.want(404, "HEAD", api.PathBlob("a", d), nil)
+	s.want(200, "GET", api.PathBlob("b", d), nil)
+	l := s.layer("a", api.MediaTypeDoc, "README.md", []byte("y"))
+	m := s.manifest("a", []desc{l}, nil)
+	if a := s.put("a", "v1", m); a.status != 201 {
+		t.Fatal(a)
+	}
+	y := identity.Sum([]byte("y"))
+	if a := s.want(409, "DELETE", api.PathBlob("a", y), nil); a.code() != api.CodeBlobReferred {
+		t.Fatal(a)
+	}
+	s.want(202, "DELETE", api.PathManifest("a", identity.Sum(m).String()), nil)
+	s.want(202, "DELETE", api.PathBlob("a", y), nil)
+	s.want(404, "GET", api.PathBlob("a", y), nil)
+}
+
+func TestUnknownRoutes(t *testing.T) {
+	s := newServer(t)
+	for _, path := range []string{"/", "/v2", "/v1/", "/v2/a/other/x", "//health", "/v2/../health"} {
+		if a := s.do("GET", path, nil); a.status != 404 || a.code() != api.CodeRouteUnknown {
+			t.Errorf("%s: %v", path, a)
+		}
+	}
+	a := s.want(405, "POST", api.PathManifest("a", "v1"), nil)
+	if a.code() != api.CodeUnsupported || a.header.Get("Allow") != "GET, HEAD, PUT, DELETE" {
+		t.Error(a)
+	}
+}
