@@ -116,7 +116,7 @@ func folderSide(ctx context.Context, name string, o folder.Options, w Watch) (Si
 	s := Side{Name: name, Summary: m.Summary(), Manifest: &m}
 	s.shard = func(_ context.Context, shard identity.Shard) (io.ReadCloser, error) {
 		i := slices.IndexFunc(f.Shards, func(file folder.File) bool { return file.Name == shard.Filename })
-		r, _, err := f.Read(f.Shards[i], 0)
+		r, _, err := f.Read(f.Shards[i])
 		return r, err
 	}
 	return s, nil

@@ -193,9 +193,7 @@ type onDisk struct {
 	file folder.File
 }
 
-func (d onDisk) open(off int64) (io.ReadSeekCloser, func() error, error) {
-	return d.f.Read(d.file, off)
-}
+func (d onDisk) open() (io.ReadSeekCloser, func() error, error) { return d.f.Read(d.file) }
 
 // mediaTypes are those of the CNCF model-spec for raw files: the digest of a layer is that of the file.
 var mediaTypes = map[folder.Kind]string{

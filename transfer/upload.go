@@ -6,10 +6,10 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"math"
 	"net/http"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync/atomic"
 	"time"
@@ -32,8 +32,8 @@ const rememberFor = 7 * 24 * time.Hour
 
 // source gives the bytes of one blob, any number of times.
 type source interface {
-	// open returns a reader of the bytes from off to the end, and done, which says whether they are still what was hashed.
-	open(off int64) (r io.ReadSeekCloser, done func() error, err error)
+	// open returns a reader of the bytes, and unchanged, which says whether they are still what was hashed.
+	open() (r io.ReadSeekCloser, unchanged func() error, err error)
 }
 
 // uploader sends blobs to one repository. It is safe for concurrent use.
@@ -56,6 +56,8 @@ type blob struct {
 
 // push makes sure that the repository holds b, and sends it if not.
 func (u *uploader) push(ctx context.Context, b blob) error {
+	var mine *claim
+	defer func() { mine.release() }()
 	var up *client.Upload
 	planned, held := false, false
 	err := u.c.Retry(ctx, "upload "+b.name, func() (err error) {
@@ -65,7 +67,10 @@ func (u *uploader) push(ctx context.Context, b blob) error {
 		} else if err != nil && !errors.Is(err, api.ErrBlobUnknown) {
 			return err
 		}
-		if up, err = u.begin(ctx, up, b); err != nil || up.Held() {
+		if mine == nil && !planned {
+			mine = u.notes.claim(u.c.Host() + "\n" + u.repo + "\n" + b.digest.String())
+		}
+		if up, err = u.begin(ctx, up, b, mine); err != nil || up.Held() {
 			held = err == nil
 			return err
 		}
@@ -73,12 +78,12 @@ func (u *uploader) push(ctx context.Context, b blob) error {
 			planned = true
 			u.watch.tell(Event{Step: Planned, Phase: PhaseUpload, File: b.name, Total: b.size})
 		}
-		return u.send(ctx, up, b)
+		return u.send(ctx, up, b, mine)
 	})
 	if err != nil {
 		return fmt.Errorf("upload %s: %w", b.name, err)
 	}
-	u.notes.forget(u.key(b))
+	mine.forget()
 	if held && !planned {
 		u.watch.tell(Event{Step: Skipped, Phase: PhaseUpload, File: b.name, Total: b.size, Note: "the registry has it"})
 		return nil
@@ -87,16 +92,14 @@ func (u *uploader) push(ctx context.Context, b blob) error {
 	return nil
 }
 
-func (u *uploader) key(b blob) string { return u.c.Host() + "\n" + u.repo + "\n" + b.digest.String() }
-
 // begin goes on with the upload at hand, else with one that an earlier process remembered, else opens a new one.
-func (u *uploader) begin(ctx context.Context, up *client.Upload, b blob) (*client.Upload, error) {
+func (u *uploader) begin(ctx context.Context, up *client.Upload, b blob, mine *claim) (*client.Upload, error) {
 	if up != nil {
 		err := up.Refresh(ctx)
 		if err == nil || !gone(err) {
 			return up, err
 		}
-	} else if location := u.notes.recall(u.key(b)); location != "" {
+	} else if location := mine.recall(); location != "" {
 		old, err := u.c.ResumeUpload(ctx, u.repo, location)
 		if err == nil && old.Offset() <= b.size {
 			u.watch.tell(Event{Step: Noted, File: b.name, Note: fmt.Sprintf("%s: upload resumed at byte %d of %d", b.name, old.Offset(), b.size)})
@@ -111,20 +114,19 @@ func (u *uploader) begin(ctx context.Context, up *client.Upload, b blob) (*clien
 		return nil, err
 	}
 	if !up.Held() {
-		u.notes.keep(u.key(b), up.Location())
+		mine.keep(up.Location())
 	}
 	return up, nil
 }
 
 // gone says that an upload can't be gone on with: registries that lost one answer 404, some 400 or 403.
 func gone(err error) bool {
-	var s *client.StatusError
-	return errors.As(err, &s) && (s.Status == http.StatusNotFound || s.Status == http.StatusBadRequest || s.Status == http.StatusGone)
+	return slices.Contains([]int{http.StatusNotFound, http.StatusBadRequest, http.StatusGone}, status(err))
 }
 
 // send sends what the registry lacks of b and closes the upload.
-func (u *uploader) send(ctx context.Context, up *client.Upload, b blob) error {
-	r, unchanged, err := b.source.open(up.Offset())
+func (u *uploader) send(ctx context.Context, up *client.Upload, b blob, mine *claim) error {
+	r, unchanged, err := b.source.open()
 	if err != nil {
 		return err
 	}
@@ -136,7 +138,7 @@ func (u *uploader) send(ctx context.Context, up *client.Upload, b blob) error {
 		if err := u.append(ctx, up, b, r); err != nil {
 			return errors.Join(unchanged(), err)
 		}
-		u.notes.keep(u.key(b), up.Location())
+		mine.keep(up.Location())
 	}
 	if err := unchanged(); err != nil {
 		return errors.Join(err, up.Abort(ctx))
@@ -144,17 +146,26 @@ func (u *uploader) send(ctx context.Context, up *client.Upload, b blob) error {
 	return up.Commit(ctx, b.digest)
 }
 
-// append sends the next body. One that is refused for its size is not sent again: smaller ones follow.
+// append sends the next body. One that is refused for its size is not sent again: smaller ones follow. One that does not
+// start where the registry is starts there the next time.
 func (u *uploader) append(ctx context.Context, up *client.Upload, b blob, r io.ReadSeeker) error {
 	n, limit := b.size-up.Offset(), u.chunk.Load()
 	if limit > 0 {
 		n = min(n, limit)
 	}
 	at := up.Offset()
-	body := &told{r: r, watch: u.watch, name: b.name, at: at, total: b.size}
-	err := up.Append(ctx, body, n)
+	if _, err := r.Seek(at, io.SeekStart); err != nil {
+		return err
+	}
+	err := up.Append(ctx, &told{r: r, watch: u.watch, name: b.name, total: b.size}, n)
 	if err == nil {
 		u.sent.Add(n)
+		return nil
+	}
+	if status(err) == http.StatusRequestedRangeNotSatisfiable {
+		if refreshed := up.Refresh(ctx); refreshed != nil || up.Offset() == at {
+			return errors.Join(err, refreshed)
+		}
 		return nil
 	}
 	if !tooLarge(err) || n <= leastChunk {
@@ -165,25 +176,29 @@ func (u *uploader) append(ctx context.Context, up *client.Upload, b blob, r io.R
 		u.watch.tell(Event{Step: Noted, File: b.name,
 			Note: fmt.Sprintf("%s: a body of %d bytes was refused (%v); going on with %d bytes at a time", b.name, n, err, next)})
 	}
-	if err := up.Refresh(ctx); err != nil {
-		return err
-	}
-	_, err = r.Seek(up.Offset()-at, io.SeekStart)
-	return err
+	return up.Refresh(ctx)
 }
 
 // tooLarge says that a gate on the way does not let a body of that size through, or not within its time.
 func tooLarge(err error) bool {
+	return status(err) == http.StatusRequestEntityTooLarge || status(err) == 524
+}
+
+func status(err error) int {
 	var s *client.StatusError
-	return errors.As(err, &s) && (s.Status == http.StatusRequestEntityTooLarge || s.Status == 524)
+	if errors.As(err, &s) {
+		return s.Status
+	}
+	return 0
 }
 
 // told tells how far a body has gone.
 type told struct {
-	r         io.ReadSeeker
-	watch     Watch
-	name      string
-	at, total int64
+	r     io.ReadSeeker
+	watch Watch
+	name  string
+	total int64
+	at    int64 // in r; known after Seek
 }
 
 func (t *told) Read(p []byte) (int, error) {
@@ -193,14 +208,16 @@ func (t *told) Read(p []byte) (int, error) {
 	return n, err
 }
 
-func (t *told) Seek(off int64, whence int) (int64, error) { return t.r.Seek(off, whence) }
+func (t *told) Seek(off int64, whence int) (at int64, err error) {
+	t.at, err = t.r.Seek(off, whence)
+	return t.at, err
+}
 
 // text is a blob in memory.
 type text []byte
 
-func (t text) open(off int64) (io.ReadSeekCloser, func() error, error) {
-	r := io.NewSectionReader(strings.NewReader(string(t)), off, math.MaxInt64-off)
-	return nopCloser{r}, func() error { return nil }, nil
+func (t text) open() (io.ReadSeekCloser, func() error, error) {
+	return nopCloser{strings.NewReader(string(t))}, func() error { return nil }, nil
 }
 
 type nopCloser struct{ io.ReadSeeker }
@@ -228,36 +245,60 @@ func userNotes() notes {
 	return n
 }
 
-func (n notes) path(key string) string {
-	return filepath.Join(string(n), identity.Sum([]byte(key)).Hex()+".json")
+// claim is the right to the note of one upload, which one process at a time has. A nil claim remembers nothing.
+type claim struct {
+	key  string
+	path string // without extension
+	lock *durable.Lock
 }
 
-func (n notes) keep(key, location string) {
-	if n == "" {
-		return
+func (c *claim) lockPath() string { return c.path + ".lock" }
+func (c *claim) notePath() string { return c.path + ".json" }
+
+// claim returns nil where another process is at that upload, or where nothing can be remembered.
+func (n notes) claim(key string) *claim {
+	if n == "" || (durable.Disk{}).MkdirAll(string(n), 0o700) != nil {
+		return nil
 	}
-	b, err := json.Marshal(note{key, location})
-	if err != nil || (durable.Disk{}).MkdirAll(string(n), 0o700) != nil {
-		return
+	c := &claim{key: key, path: filepath.Join(string(n), identity.Sum([]byte(key)).Hex())}
+	var err error
+	if c.lock, err = durable.Acquire(c.lockPath()); err != nil {
+		return nil
 	}
-	_ = durable.Disk{}.WriteFile(n.path(key), b, 0o600)
+	return c
 }
 
-func (n notes) recall(key string) string {
-	if n == "" {
+func (c *claim) release() {
+	if c != nil {
+		_ = os.Remove(c.lockPath())
+		_ = c.lock.Release()
+	}
+}
+
+func (c *claim) keep(location string) {
+	if c == nil {
+		return
+	}
+	if b, err := json.Marshal(note{c.key, location}); err == nil {
+		_ = durable.Disk{}.WriteFile(c.notePath(), b, 0o600)
+	}
+}
+
+func (c *claim) recall() string {
+	if c == nil {
 		return ""
 	}
-	b, err := os.ReadFile(n.path(key))
+	b, err := os.ReadFile(c.notePath())
 	var is note
-	if err != nil || json.Unmarshal(b, &is) != nil || is.For != key {
+	if err != nil || json.Unmarshal(b, &is) != nil || is.For != c.key {
 		return ""
 	}
 	return is.Location
 }
 
-func (n notes) forget(key string) {
-	if n != "" {
-		_ = os.Remove(n.path(key))
+func (c *claim) forget() {
+	if c != nil {
+		_ = os.Remove(c.notePath())
 	}
 }
 

@@ -254,7 +254,7 @@ func TestChanged(t *testing.T) {
 		if !errors.Is(err, ErrChanged) || !strings.Contains(err.Error(), "model.safetensors") {
 			t.Errorf("%s: %v", name, err)
 		}
-		if _, _, err := f.Read(f.Shards[0], 0); err == nil {
+		if _, _, err := f.Read(f.Shards[0]); err == nil {
 			t.Errorf("%s: opened for sending", name)
 		}
 	}
@@ -293,7 +293,7 @@ func TestSnapshot(t *testing.T) {
 	if err != nil || got.Manifest.Aggregate != want.Manifest.Aggregate {
 		t.Errorf("%v, %v", got.Manifest, err)
 	}
-	r, unchanged, err := s.Read(s.Others[0], 0)
+	r, unchanged, err := s.Read(s.Others[0])
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -198,16 +198,12 @@ func (f *Folder) Sum(ctx context.Context, moved func(file File, done int64)) (Su
 	return sum, err
 }
 
-// Read opens a file at off for sending what Hash has hashed. unchanged says whether it is still that; it is to be asked
+// Read opens a file for sending what Hash has hashed. unchangedSince says whether it is still that; it is to be asked
 // after the last byte was read and before r is closed. ErrChanged where it is not so from the start.
-func (f *Folder) Read(file File, off int64) (r io.ReadSeekCloser, unchangedSince func() error, err error) {
+func (f *Folder) Read(file File) (r io.ReadSeekCloser, unchangedSince func() error, err error) {
 	in, err := open(file)
 	if err != nil {
 		return nil, nil, err
 	}
-	section := struct {
-		*io.SectionReader
-		io.Closer
-	}{io.NewSectionReader(in, off, file.Size-off), in}
-	return section, func() error { return unchanged(in, file) }, nil
+	return in, func() error { return unchanged(in, file) }, nil
 }
