@@ -22,6 +22,8 @@ var (
 	ErrInUse = errors.New("index is in use by another process")
 	// ErrDamaged: the index does not read back as it was written; rebuild it from the store.
 	ErrDamaged = errors.New("index is damaged")
+	// ErrCursor: a cursor was not made for this query.
+	ErrCursor = errors.New("not a cursor of this query")
 )
 
 // Record is one manifest of one repository, as the registry understood it when it was put.
@@ -45,18 +47,22 @@ type Record struct {
 }
 
 // Op is one change. Exactly the ops of this package implement it.
-type Op interface{ op() }
+type Op interface {
+	check() error
+	apply(tx) error
+}
 
 // PutManifest records a manifest in a repository, and the blobs and manifests it refers to. It is skipped when the
-// index knows a later change (Seq) of the same digest in that repository.
+// index knows a later change (Seq) of the same digest in that repository. Manifest and Shards are kept once for all
+// repositories that hold the digest.
 type PutManifest struct {
 	Record
 	Manifest []byte            // exact bytes
-	Refers   []identity.Digest // blobs and child manifests
+	Refers   []identity.Digest // blobs and child manifests, in any order
 	Shards   identity.Manifest // the base's shard manifest; zero when the artifact is no base
 }
 
-// DeleteManifest drops a manifest from a repository, with the tags that point to it.
+// DeleteManifest drops a manifest from a repository, with the tags that pointed to it before Seq.
 type DeleteManifest struct {
 	Repo   string
 	Digest identity.Digest
@@ -77,7 +83,8 @@ type DeleteTag struct {
 }
 
 // LinkBlob makes a blob visible in a repository until the given time, or for as long as a manifest of the repository
-// refers to it. It is how an uploaded or mounted blob is known before its manifest comes. Size is in bytes.
+// refers to it. It is how an uploaded or mounted blob is known before its manifest comes. It never shortens an earlier
+// LinkBlob. Size is in bytes.
 type LinkBlob struct {
 	Repo   string
 	Digest identity.Digest
@@ -85,7 +92,8 @@ type LinkBlob struct {
 	Until  time.Time
 }
 
-// UnlinkBlob takes a blob out of a repository. Apply returns ErrReferred while a manifest of the repository refers to it.
+// UnlinkBlob takes a blob out of a repository. Apply returns ErrReferred while a manifest of the repository refers to it;
+// it is no error if the blob was not visible.
 type UnlinkBlob struct {
 	Repo   string
 	Digest identity.Digest
@@ -100,16 +108,6 @@ type DeleteUpload struct{ ID string }
 // Checkpoint says that every ref up to a position of the store is in the index. It never moves backwards.
 type Checkpoint struct{ Position uint64 }
 
-func (PutManifest) op()    {}
-func (DeleteManifest) op() {}
-func (PutTag) op()         {}
-func (DeleteTag) op()      {}
-func (LinkBlob) op()       {}
-func (UnlinkBlob) op()     {}
-func (PutUpload) op()      {}
-func (DeleteUpload) op()   {}
-func (Checkpoint) op()     {}
-
 // Upload is an open upload: the store keeps its bytes, the index whose it is.
 type Upload struct {
 	ID      string
@@ -121,29 +119,37 @@ type Upload struct {
 }
 
 // Query selects records and decides the key order that is walked: by Aggregate if that is set, else by Repo and Subject
-// if Subject is set, else by Repo. Records come repository after repository in byte order, and newest first within one.
+// if Subject is set, else by Repo. Records come repository after repository in byte order, and newest first within one;
+// where several kinds or artifact types are walked, one after the other. Other combinations are errors.
 type Query struct {
 	Aggregate    identity.Aggregate
 	Kind         api.Kind               // only with Aggregate; empty: every kind, in byte order of the kind
 	Repo         string                 // this repository only; needed unless Aggregate is set
 	Subject      identity.Digest        // only with Repo
-	ArtifactType string                 // only with Subject; empty: every type
+	ArtifactType string                 // only with Subject; empty: every type, type after type in a fixed order
 	See          func(repo string) bool // which repositories the caller may pull from; nil: all. A repository that it refuses costs one seek.
 	After        string                 // Cursor of the last record seen; empty: from the start
 }
 
-// KV is an ordered key-value engine. Keys are compared as bytes.
+// KV is an ordered key-value engine. Keys are compared as bytes; they have 1 to 32,768 bytes. Any number of goroutines
+// may use one. An engine that finds its data damaged returns ErrDamaged and does not panic.
 type KV interface {
-	// View runs fn on one consistent state. It is closed before View returns: fn must not do network or disk work of its own.
+	// View runs fn on one consistent state. It is closed before View returns: fn must not do network or disk work of its
+	// own, and it must not open another transaction.
 	View(ctx context.Context, fn func(Txn) error) error
 	// Update runs fn and makes its writes durable, all or none, as if updates ran one after another. fn may be run more
-	// than once, also after it failed together with others, so it must have no effect outside the transaction. Concurrent
-	// updates share one sync.
+	// than once, also after it returned nil, so it must have no effect outside the transaction; a failing or panicking fn
+	// has no effect and does not disturb other updates. Concurrent updates share one sync. Once ctx is done an update
+	// that still waits its turn is dropped; one that ran is finished. After an error of the engine it is not known
+	// whether the writes were kept.
 	Update(ctx context.Context, fn func(Txn) error) error
+	// Close waits for the updates that were accepted. Later calls get an error.
 	Close() error
 }
 
-// Txn is one transaction of a KV. It is used by one goroutine, and what it returns is only valid until it ends.
+// Txn is one transaction of a KV. It is used by one goroutine, and what it returns is only valid until it ends and must
+// not be changed. What is passed to it is copied. Once the engine failed in a transaction, View or Update returns that
+// error whatever fn returns: that is how Range reports one.
 type Txn interface {
 	Get(key []byte) ([]byte, error) // nil: no such key
 	Put(key, value []byte) error    // only in Update

@@ -1,0 +1,380 @@
+package index
+
+import (
+	"bytes"
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/kiln-registry/kiln-registry/identity"
+)
+
+// Apply makes changes, all or none; they are durable on return. Changes with a sequence number may come in any order and
+// more than once: of two changes of one name the one with the higher number holds, deletes included. It refuses ops that
+// lack a repository, a digest or a number. ErrReferred (UnlinkBlob), ErrDamaged; after an error of the engine it is not
+// known whether the changes were made, and the same Apply may be tried again.
+func (ix *Index) Apply(ctx context.Context, ops ...Op) error {
+	for _, o := range ops {
+		if err := o.check(); err != nil {
+			return fmt.Errorf("apply %T: %w", o, err)
+		}
+	}
+	for _, o := range ops {
+		if n, ok := o.(numbered); ok {
+			ix.saw(n.number())
+		}
+	}
+	return ix.kv.Update(ctx, func(x Txn) error {
+		t := tx{x}
+		for _, o := range ops {
+			if n, ok := o.(numbered); ok {
+				if err := t.raise(n.number()); err != nil {
+					return err
+				}
+			}
+			if err := o.apply(t); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+}
+
+// numbered is an op that carries a sequence number of a repository.
+type numbered interface {
+	number() (repo string, seq uint64)
+}
+
+func (o PutManifest) number() (string, uint64)    { return o.Repo, o.Seq }
+func (o DeleteManifest) number() (string, uint64) { return o.Repo, o.Seq }
+func (o PutTag) number() (string, uint64)         { return o.Repo, o.Seq }
+func (o DeleteTag) number() (string, uint64)      { return o.Repo, o.Seq }
+
+// raise keeps the numbers to be issued above seq.
+func (t tx) raise(repo string, seq uint64) error {
+	n, err := t.number(sequenceKey(repo))
+	if err != nil || n >= seq {
+		return err
+	}
+	return t.store(sequenceKey(repo), encodeNumber(seq))
+}
+
+// checkText refuses what can't be a part of a key. The grammars of names are the registry's business.
+func checkText(what, s string) error {
+	if s == "" {
+		return fmt.Errorf("no %s", what)
+	}
+	if len(s) > maxText {
+		return fmt.Errorf("%s %.40q… is longer than %d bytes", what, s, maxText)
+	}
+	for i := range len(s) {
+		if s[i] < ' ' {
+			return fmt.Errorf("%s %q has a control character", what, s)
+		}
+	}
+	return nil
+}
+
+func checkTime(what string, t time.Time) error {
+	if n := t.UnixNano(); t.IsZero() || !time.Unix(0, n).Equal(t) {
+		return fmt.Errorf("%s %v is not a time between 1678 and 2262", what, t)
+	}
+	return nil
+}
+
+func checkName(repo string, seq uint64) error {
+	if seq == 0 {
+		return errors.New("no sequence number")
+	}
+	return checkText("repository", repo)
+}
+
+func checkDigest(d identity.Digest) error {
+	if d.IsZero() {
+		return errors.New("no digest")
+	}
+	return nil
+}
+
+func (o PutManifest) check() error {
+	if err := cmp.Or(checkName(o.Repo, o.Seq), checkDigest(o.Digest), checkTime("created", o.Created)); err != nil {
+		return err
+	}
+	if o.Kind != "" {
+		if err := checkText("kind", string(o.Kind)); err != nil {
+			return err
+		}
+	}
+	if int64(len(o.Manifest)) != o.Size || identity.Sum(o.Manifest) != o.Digest {
+		return fmt.Errorf("%s is not the digest of the %d manifest bytes", o.Digest, len(o.Manifest))
+	}
+	if len(o.Shards.Shards) > 0 && o.Shards.Aggregate != o.Aggregate {
+		return fmt.Errorf("shards have aggregate %s, the record has %s", o.Shards.Aggregate, o.Aggregate)
+	}
+	if slices.Contains(o.Refers, identity.Digest{}) {
+		return errors.New("refers to a zero digest")
+	}
+	return nil
+}
+
+func (o PutManifest) apply(t tx) error {
+	gone, err := t.number(manifestGoneKey(o.Repo, o.Digest))
+	if err != nil || o.Seq <= gone {
+		return err
+	}
+	old, held, err := t.record(o.Repo, o.Digest)
+	if err != nil || held && o.Seq <= old.Seq {
+		return err
+	}
+	if held {
+		if err := t.unlist(old); err != nil {
+			return err
+		}
+	} else if err := t.hold(o); err != nil {
+		return err
+	}
+	if err := t.store(manifestKey(o.Repo, o.Digest), encodeRecord(o.Record)); err != nil {
+		return err
+	}
+	for _, k := range o.listings() {
+		if err := t.mark(k); err != nil {
+			return err
+		}
+	}
+	return t.refer(o.Repo, o.Digest, o.Refers)
+}
+
+// hold keeps what is the same in every repository that holds the manifest.
+func (t tx) hold(o PutManifest) error {
+	if err := t.mark(holderKey(o.Digest, o.Repo)); err != nil {
+		return err
+	}
+	contents := in(tableContent).sum(o.Digest)
+	if has, err := t.has(contents); err != nil {
+		return err
+	} else if !has {
+		if err := t.store(contents, o.Manifest); err != nil {
+			return err
+		}
+	}
+	shards := in(tableShards).sum(o.Digest)
+	if has, err := t.has(shards); err != nil || has || len(o.Shards.Shards) == 0 {
+		return err
+	}
+	return t.store(shards, encodeShards(o.Shards))
+}
+
+// release drops what hold kept when no other repository holds the manifest.
+func (t tx) release(repo string, d identity.Digest) error {
+	if err := t.Delete(holderKey(d, repo)); err != nil {
+		return err
+	}
+	if t.any(in(tableHolder).sum(d)) {
+		return nil
+	}
+	if err := t.Delete(in(tableContent).sum(d)); err != nil {
+		return err
+	}
+	return t.Delete(in(tableShards).sum(d))
+}
+
+func (t tx) unlist(r Record) error {
+	for _, k := range r.listings() {
+		if err := t.Delete(k); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// refer makes refers the digests that a manifest refers to, in place of those it had.
+func (t tx) refer(repo string, d identity.Digest, refers []identity.Digest) error {
+	now := slices.Clone(refers)
+	slices.SortFunc(now, identity.Digest.Compare)
+	now = slices.Compact(now)
+	was, err := t.refers(repo, d)
+	if err != nil {
+		return err
+	}
+	for _, b := range was {
+		if _, keep := slices.BinarySearchFunc(now, b, identity.Digest.Compare); keep {
+			continue
+		}
+		if err := t.Delete(blobKey(b, repo).sum(d)); err != nil {
+			return err
+		}
+	}
+	for _, b := range now {
+		if _, had := slices.BinarySearchFunc(was, b, identity.Digest.Compare); had {
+			continue
+		}
+		if err := t.mark(blobKey(b, repo).sum(d)); err != nil {
+			return err
+		}
+	}
+	if len(now) == 0 {
+		return t.Delete(refersKey(repo, d))
+	}
+	return t.store(refersKey(repo, d), encodeSums(now))
+}
+
+// refers returns what a manifest refers to, in order.
+func (t tx) refers(repo string, d identity.Digest) ([]identity.Digest, error) {
+	b, err := t.load(refersKey(repo, d))
+	if err != nil {
+		return nil, err
+	}
+	return decodeSums(b)
+}
+
+func (t tx) record(repo string, d identity.Digest) (r Record, found bool, err error) {
+	b, err := t.load(manifestKey(repo, d))
+	if err != nil || b == nil {
+		return r, false, err
+	}
+	r, err = decodeRecord(repo, d, b)
+	return r, err == nil, err
+}
+
+func (o DeleteManifest) check() error {
+	return cmp.Or(checkName(o.Repo, o.Seq), checkDigest(o.Digest))
+}
+
+// The number of a manifest's last delete is kept for good: a tag that was put before it stays gone, in whatever order
+// the put of the tag, the delete and a later put of the manifest arrive.
+func (o DeleteManifest) apply(t tx) error {
+	gone, err := t.number(manifestGoneKey(o.Repo, o.Digest))
+	if err != nil || o.Seq <= gone {
+		return err
+	}
+	if err := t.store(manifestGoneKey(o.Repo, o.Digest), encodeNumber(o.Seq)); err != nil {
+		return err
+	}
+	if err := t.dropTagsOf(o); err != nil {
+		return err
+	}
+	old, held, err := t.record(o.Repo, o.Digest)
+	if err != nil || !held || old.Seq > o.Seq {
+		return err
+	}
+	if err := t.unlist(old); err != nil {
+		return err
+	}
+	if err := t.refer(o.Repo, o.Digest, nil); err != nil {
+		return err
+	}
+	if err := t.Delete(manifestKey(o.Repo, o.Digest)); err != nil {
+		return err
+	}
+	return t.release(o.Repo, o.Digest)
+}
+
+func (t tx) dropTagsOf(o DeleteManifest) error {
+	for _, tag := range t.tagsOf(o.Repo, o.Digest) {
+		was, err := t.tag(o.Repo, tag)
+		if err != nil {
+			return err
+		}
+		if was.seq > o.Seq {
+			continue
+		}
+		if err := t.dropTag(o.Repo, tag, was, was.seq); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// tagsOf returns the tags that point to a manifest, in byte order.
+func (t tx) tagsOf(repo string, d identity.Digest) (tags []string) {
+	prefix := tagOfKey(repo, d)
+	for k := range t.Range(prefix, after(prefix)) {
+		tags = append(tags, string(bytes.TrimPrefix(k, prefix)))
+	}
+	return tags
+}
+
+// tag returns where a tag points to; a zero digest means nowhere. seq is the last change of the tag, or 0.
+func (t tx) tag(repo, tag string) (v tagValue, err error) {
+	b, err := t.load(tagKey(repo, tag))
+	if err == nil && b == nil {
+		v.seq, err = t.number(tagGoneKey(repo, tag))
+		return v, err
+	}
+	if err != nil {
+		return v, err
+	}
+	return decodeTag(b)
+}
+
+// dropTag removes a tag; what was put up to seq stays gone.
+func (t tx) dropTag(repo, tag string, was tagValue, seq uint64) error {
+	if !was.digest.IsZero() {
+		if err := t.Delete(tagOfKey(repo, was.digest).rest(tag)); err != nil {
+			return err
+		}
+		if err := t.Delete(tagKey(repo, tag)); err != nil {
+			return err
+		}
+	}
+	return t.store(tagGoneKey(repo, tag), encodeNumber(seq))
+}
+
+func checkTag(tag string) error {
+	if slices.Contains([]byte(tag), ':') {
+		return fmt.Errorf("tag %q has a colon", tag)
+	}
+	return checkText("tag", tag)
+}
+
+func (o PutTag) check() error {
+	return cmp.Or(checkName(o.Repo, o.Seq), checkTag(o.Tag), checkDigest(o.Digest))
+}
+
+func (o PutTag) apply(t tx) error {
+	was, err := t.tag(o.Repo, o.Tag)
+	if err != nil || o.Seq <= was.seq {
+		return err
+	}
+	gone, err := t.number(manifestGoneKey(o.Repo, o.Digest))
+	if err != nil {
+		return err
+	}
+	if o.Seq <= gone {
+		return t.dropTag(o.Repo, o.Tag, was, o.Seq)
+	}
+	if !was.digest.IsZero() {
+		if err := t.Delete(tagOfKey(o.Repo, was.digest).rest(o.Tag)); err != nil {
+			return err
+		}
+	} else if err := t.Delete(tagGoneKey(o.Repo, o.Tag)); err != nil {
+		return err
+	}
+	if err := t.store(tagKey(o.Repo, o.Tag), tagValue{o.Digest, o.Seq}.encode()); err != nil {
+		return err
+	}
+	return t.mark(tagOfKey(o.Repo, o.Digest).rest(o.Tag))
+}
+
+func (o DeleteTag) check() error { return cmp.Or(checkName(o.Repo, o.Seq), checkTag(o.Tag)) }
+
+func (o DeleteTag) apply(t tx) error {
+	was, err := t.tag(o.Repo, o.Tag)
+	if err != nil || o.Seq <= was.seq {
+		return err
+	}
+	return t.dropTag(o.Repo, o.Tag, was, o.Seq)
+}
+
+func (o Checkpoint) check() error { return nil }
+
+func (o Checkpoint) apply(t tx) error {
+	n, err := t.number(stateKey(stateCheckpoint))
+	if err != nil || o.Position <= n {
+		return err
+	}
+	return t.store(stateKey(stateCheckpoint), encodeNumber(o.Position))
+}

@@ -1,0 +1,291 @@
+package index
+
+import (
+	"encoding/binary"
+	"fmt"
+	"hash/crc32"
+	"maps"
+	"slices"
+	"time"
+
+	"github.com/kiln-registry/kiln-registry/api"
+	"github.com/kiln-registry/kiln-registry/identity"
+)
+
+// A value is the version of its form, a body, and the CRC-32C of key, version and body: a damaged page of the engine
+// shows, also where it still looks like one. Bodies are fields in a fixed order, integers as varints, texts with their
+// length. Compared with JSON that is a fifth of the time to read and half the bytes, and pages of records are what
+// listings are made of; a new form gets a new version.
+const valueVersion byte = 1
+
+var castagnoli = crc32.MakeTable(crc32.Castagnoli)
+
+func checksum(key, value []byte) uint32 {
+	return crc32.Update(crc32.Checksum(key, castagnoli), castagnoli, value)
+}
+
+// seal turns a body into the value of key.
+func seal(key, body []byte) []byte {
+	v := make([]byte, 0, 1+len(body)+4)
+	v = append(append(v, valueVersion), body...)
+	return binary.LittleEndian.AppendUint32(v, checksum(key, v))
+}
+
+// unseal returns the body of a value, never nil, or ErrDamaged.
+func unseal(key, value []byte) ([]byte, error) {
+	n := len(value) - 4
+	if n < 1 || binary.LittleEndian.Uint32(value[n:]) != checksum(key, value[:n]) {
+		return nil, fmt.Errorf("%w: checksum of a %q row", ErrDamaged, key[:1])
+	}
+	if value[0] != valueVersion {
+		return nil, fmt.Errorf("%w: value of form %d, this program knows %d", ErrDamaged, value[0], valueVersion)
+	}
+	return value[1:n], nil
+}
+
+// body is a value being built.
+type body []byte
+
+func (b *body) uint(v uint64) { *b = binary.AppendUvarint(*b, v) }
+func (b *body) int(v int64)   { *b = binary.AppendVarint(*b, v) }
+
+func (b *body) text(s string) {
+	b.uint(uint64(len(s)))
+	*b = append(*b, s...)
+}
+
+func (b *body) sum(d [32]byte) { *b = append(*b, d[:]...) }
+
+func (b *body) time(t time.Time) { b.int(t.UnixNano()) }
+
+// reader takes a body apart. Once something is missing, bad is set and everything further is zero.
+type reader struct {
+	left []byte
+	bad  bool
+}
+
+func (r *reader) skip(n int) {
+	if n <= 0 {
+		r.bad, r.left = true, nil
+		return
+	}
+	r.left = r.left[n:]
+}
+
+func (r *reader) uint() uint64 {
+	v, n := binary.Uvarint(r.left)
+	r.skip(n)
+	if r.bad {
+		return 0
+	}
+	return v
+}
+
+func (r *reader) int() int64 {
+	v, n := binary.Varint(r.left)
+	r.skip(n)
+	if r.bad {
+		return 0
+	}
+	return v
+}
+
+// count reads a number of things that take at least least bytes each, and so bounds what is allocated for them.
+func (r *reader) count(least int) int {
+	n := r.uint()
+	if n > uint64(len(r.left)/least) {
+		r.bad, r.left = true, nil
+		return 0
+	}
+	return int(n)
+}
+
+func (r *reader) text() string {
+	n := r.count(1)
+	if r.bad {
+		return ""
+	}
+	s := string(r.left[:n])
+	r.left = r.left[n:]
+	return s
+}
+
+func (r *reader) sum() (d identity.Digest) {
+	if len(r.left) < len(d) {
+		r.bad, r.left = true, nil
+		return d
+	}
+	r.left = r.left[copy(d[:], r.left):]
+	return d
+}
+
+func (r *reader) time() time.Time { return time.Unix(0, r.int()).UTC() }
+
+// err says whether the body had exactly the fields that were read.
+func (r *reader) err(what string) error {
+	if r.bad || len(r.left) > 0 {
+		return fmt.Errorf("%w: malformed %s", ErrDamaged, what)
+	}
+	return nil
+}
+
+// Repo and Digest stand in the key.
+func encodeRecord(r Record) []byte {
+	var b body
+	b.uint(r.Seq)
+	b.time(r.Created)
+	b.int(r.Size)
+	b.text(r.MediaType)
+	b.text(r.ArtifactType)
+	b.text(string(r.Kind))
+	b.text(string(r.State))
+	b.text(string(r.Evidence))
+	b.sum(r.Aggregate)
+	b.sum(r.Packaging)
+	b.sum(r.Subject)
+	b.int(int64(r.ShardCount))
+	b.uint(r.TotalSize)
+	b.uint(uint64(len(r.Annotations)))
+	for _, k := range slices.Sorted(maps.Keys(r.Annotations)) {
+		b.text(k)
+		b.text(r.Annotations[k])
+	}
+	return b
+}
+
+func decodeRecord(repo string, d identity.Digest, data []byte) (Record, error) {
+	r := reader{left: data}
+	rec := Record{Repo: repo, Digest: d}
+	rec.Seq = r.uint()
+	rec.Created = r.time()
+	rec.Size = r.int()
+	rec.MediaType = r.text()
+	rec.ArtifactType = r.text()
+	rec.Kind = api.Kind(r.text())
+	rec.State = api.ContentState(r.text())
+	rec.Evidence = api.Evidence(r.text())
+	rec.Aggregate = identity.Aggregate(r.sum())
+	rec.Packaging = r.sum()
+	rec.Subject = r.sum()
+	rec.ShardCount = int(r.int())
+	rec.TotalSize = r.uint()
+	if n := r.count(2); n > 0 {
+		rec.Annotations = make(map[string]string, n)
+		for range n {
+			k := r.text()
+			rec.Annotations[k] = r.text()
+		}
+	}
+	return rec, r.err("record")
+}
+
+func encodeSums(sums []identity.Digest) []byte {
+	b := make(body, 0, 32*len(sums))
+	for _, d := range sums {
+		b.sum(d)
+	}
+	return b
+}
+
+func decodeSums(data []byte) ([]identity.Digest, error) {
+	r := reader{left: data}
+	sums := make([]identity.Digest, 0, len(data)/32)
+	for len(r.left) > 0 {
+		sums = append(sums, r.sum())
+	}
+	return sums, r.err("list of digests")
+}
+
+func encodeShards(m identity.Manifest) []byte {
+	var b body
+	b.sum(m.Aggregate)
+	b.uint(m.TotalSize)
+	b.uint(uint64(len(m.Shards)))
+	for _, s := range m.Shards {
+		b.text(s.Filename)
+		b.uint(s.Size)
+		b.sum(s.Digest)
+	}
+	return b
+}
+
+func decodeShards(data []byte) (identity.Manifest, error) {
+	r := reader{left: data}
+	m := identity.Manifest{Aggregate: identity.Aggregate(r.sum()), TotalSize: r.uint()}
+	m.Shards = make([]identity.Shard, r.count(34))
+	for i := range m.Shards {
+		m.Shards[i] = identity.Shard{Filename: r.text(), Size: r.uint(), Digest: r.sum()}
+	}
+	return m, r.err("shard manifest")
+}
+
+type tagValue struct {
+	digest identity.Digest
+	seq    uint64
+}
+
+func (v tagValue) encode() []byte {
+	var b body
+	b.sum(v.digest)
+	b.uint(v.seq)
+	return b
+}
+
+func decodeTag(data []byte) (v tagValue, err error) {
+	r := reader{left: data}
+	v.digest = r.sum()
+	v.seq = r.uint()
+	return v, r.err("tag")
+}
+
+type lease struct {
+	size  int64
+	until time.Time
+}
+
+func (l lease) encode() []byte {
+	var b body
+	b.int(l.size)
+	b.time(l.until)
+	return b
+}
+
+func decodeLease(data []byte) (l lease, err error) {
+	r := reader{left: data}
+	l.size = r.int()
+	l.until = r.time()
+	return l, r.err("lease")
+}
+
+func encodeUpload(u Upload) []byte {
+	var b body
+	b.text(u.Repo)
+	b.text(u.Caller)
+	b.sum(u.Digest)
+	b.int(u.Size)
+	b.time(u.Expires)
+	return b
+}
+
+func decodeUpload(id string, data []byte) (Upload, error) {
+	r := reader{left: data}
+	u := Upload{ID: id}
+	u.Repo = r.text()
+	u.Caller = r.text()
+	u.Digest = r.sum()
+	u.Size = r.int()
+	u.Expires = r.time()
+	return u, r.err("upload")
+}
+
+func encodeNumber(n uint64) []byte {
+	var b body
+	b.uint(n)
+	return b
+}
+
+func decodeNumber(data []byte) (uint64, error) {
+	r := reader{left: data}
+	n := r.uint()
+	return n, r.err("number")
+}

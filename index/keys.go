@@ -1,0 +1,169 @@
+package index
+
+import (
+	"bytes"
+	"encoding/binary"
+	"fmt"
+	"time"
+
+	"github.com/kiln-registry/kiln-registry/identity"
+)
+
+// Tables. A key is the letter of its table and then the parts named here. Texts end with a zero byte, which no text may
+// contain, digests are their 32 bytes, times 8 bytes in nanoseconds: so every key reads back in one way only, and the
+// order of keys is the order of their parts. A time written ~created is inverted, so that the newest comes first.
+// Listing rows are empty: the record stands once, in the manifest's row.
+const (
+	tableAggregate         = 'a' // aggregate, kind, repo, ~created, manifest
+	tableBlob              = 'b' // blob, repo, manifest: the manifest refers to the blob
+	tableContent           = 'c' // manifest: its bytes
+	tableExpiry            = 'e' // until, blob, repo: a lease by the time it ends
+	tableRefers            = 'f' // repo, manifest: the digests that it refers to
+	tableTagOf             = 'g' // repo, manifest, tag
+	tableHolder            = 'h' // manifest, repo
+	tableShards            = 'k' // manifest: the shard manifest of a base
+	tableLease             = 'l' // blob, repo: size, until
+	tableManifest          = 'm' // repo, manifest: record
+	tableSequence          = 'q' // repo: no number above it was issued or seen
+	tableRepo              = 'r' // repo, ~created, manifest
+	tableSubject           = 's' // repo, subject, hash of the artifact type, ~created, manifest
+	tableTag               = 't' // repo, tag: manifest, seq
+	tableUpload            = 'u' // id: upload
+	tableUploadExpiry      = 'w' // expires, id
+	tableTagGone           = 'x' // repo, tag: seq of the change after which the tag is gone
+	tableManifestGone      = 'y' // repo, manifest: seq of its last delete, kept also when it is put again
+	tableState             = 'z' // one of the names below
+	stateCheckpoint        = "checkpoint"
+	stateFormat            = "format"
+	stateReset             = "reset" // there while Reset is at work
+	maxText                = 255     // bytes of a text in a key; api.MaxRepoBytes
+	maxKey                 = 1024    // bytes; the longest key has less than two texts, three digests and a time
+	formatVersion     byte = 1
+)
+
+type key []byte
+
+func in(table byte) key { return append(make(key, 0, 128), table) }
+
+func (k key) text(s string) key { return append(append(k, s...), 0) }
+
+func (k key) rest(s string) key { return append(k, s...) }
+
+func (k key) sum(d [32]byte) key { return append(k, d[:]...) }
+
+func (k key) newest(t time.Time) key { return binary.BigEndian.AppendUint64(k, ^ordered(t)) }
+
+func (k key) oldest(t time.Time) key { return binary.BigEndian.AppendUint64(k, ordered(t)) }
+
+// ordered maps a time to a number with the same order.
+func ordered(t time.Time) uint64 { return uint64(t.UnixNano()) ^ 1<<63 }
+
+// after returns the smallest key that is greater than every key with the prefix; nil means that there is none.
+func after(prefix []byte) []byte {
+	end := bytes.Clone(prefix)
+	for i := len(end) - 1; i >= 0; i-- {
+		if end[i]++; end[i] != 0 {
+			return end[:i+1]
+		}
+	}
+	return nil
+}
+
+// parts reads a key back. Once a part is missing, bad is set and every further part is zero.
+type parts struct {
+	left []byte
+	bad  bool
+}
+
+func split(k []byte) *parts { return &parts{left: k[1:]} }
+
+func (p *parts) take(n int) []byte {
+	if p.bad || len(p.left) < n {
+		p.bad = true
+		return make([]byte, n)
+	}
+	b := p.left[:n]
+	p.left = p.left[n:]
+	return b
+}
+
+func (p *parts) text() string {
+	i := bytes.IndexByte(p.left, 0)
+	if i < 0 {
+		p.bad = true
+		return ""
+	}
+	s := string(p.take(i))
+	p.take(1)
+	return s
+}
+
+func (p *parts) rest() string { return string(p.take(len(p.left))) }
+
+func (p *parts) sum() identity.Digest { return identity.Digest(p.take(32)) }
+
+func (p *parts) time() uint64 { return binary.BigEndian.Uint64(p.take(8)) }
+
+// err says whether the key had exactly the parts that were read.
+func (p *parts) err() error {
+	if p.bad || len(p.left) > 0 {
+		return fmt.Errorf("%w: malformed key", ErrDamaged)
+	}
+	return nil
+}
+
+// typeSum stands for an artifact type in keys: types come from clients and may be of any length.
+func typeSum(artifactType string) identity.Digest { return identity.Sum([]byte(artifactType)) }
+
+func (r Record) aggregateKey() key {
+	return in(tableAggregate).sum(r.Aggregate).text(string(r.Kind)).text(r.Repo).newest(r.Created).sum(r.Digest)
+}
+
+func (r Record) subjectKey() key {
+	return in(tableSubject).text(r.Repo).sum(r.Subject).sum(typeSum(r.ArtifactType)).newest(r.Created).sum(r.Digest)
+}
+
+func (r Record) repoKey() key { return in(tableRepo).text(r.Repo).newest(r.Created).sum(r.Digest) }
+
+func (r Record) listings() []key {
+	keys := []key{r.repoKey()}
+	if !r.Aggregate.IsZero() {
+		keys = append(keys, r.aggregateKey())
+	}
+	if !r.Subject.IsZero() {
+		keys = append(keys, r.subjectKey())
+	}
+	return keys
+}
+
+func manifestKey(repo string, d identity.Digest) key { return in(tableManifest).text(repo).sum(d) }
+
+func manifestGoneKey(repo string, d identity.Digest) key {
+	return in(tableManifestGone).text(repo).sum(d)
+}
+
+func refersKey(repo string, d identity.Digest) key { return in(tableRefers).text(repo).sum(d) }
+
+func holderKey(d identity.Digest, repo string) key { return in(tableHolder).sum(d).text(repo) }
+
+func blobKey(d identity.Digest, repo string) key { return in(tableBlob).sum(d).text(repo) }
+
+func leaseKey(d identity.Digest, repo string) key { return in(tableLease).sum(d).text(repo) }
+
+func expiryKey(until time.Time, d identity.Digest, repo string) key {
+	return in(tableExpiry).oldest(until).sum(d).text(repo)
+}
+
+func tagKey(repo, tag string) key { return in(tableTag).text(repo).rest(tag) }
+
+func tagGoneKey(repo, tag string) key { return in(tableTagGone).text(repo).rest(tag) }
+
+func tagOfKey(repo string, d identity.Digest) key { return in(tableTagOf).text(repo).sum(d) }
+
+func uploadKey(id string) key { return in(tableUpload).rest(id) }
+
+func uploadExpiryKey(u Upload) key { return in(tableUploadExpiry).oldest(u.Expires).rest(u.ID) }
+
+func sequenceKey(repo string) key { return in(tableSequence).text(repo) }
+
+func stateKey(name string) key { return in(tableState).rest(name) }
