@@ -7,10 +7,12 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math/rand/v2"
 	"os"
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
 
@@ -28,9 +30,9 @@ func folder(t testing.TB, sizes ...int) string {
 	t.Helper()
 	dir := t.TempDir()
 	for i, n := range sizes {
-		data := bytes.Repeat([]byte{byte(i + 1)}, n)
-		for j := range data {
-			data[j] += byte(j * 31)
+		data := make([]byte, n)
+		if _, err := rand.NewChaCha8([32]byte{byte(i)}).Read(data); err != nil {
+			t.Fatal(err)
 		}
 		head := fmt.Sprintf(`{"t%d":{"dtype":"U8","shape":[%d],"data_offsets":[0,%d]}}`, i, n, n)
 		b := binary.LittleEndian.AppendUint64(nil, uint64(len(head)))
@@ -217,9 +219,9 @@ func TestSmallBuffers(t *testing.T) {
 
 // TestBufferBound checks the bound of the documentation on a model that would like more.
 func TestBufferBound(t *testing.T) {
-	dir := folder(t, 40<<20, 40<<20)
-	r := load(t, open(t, dir, false, nil), dir, shardNames(t, dir), gpuload.Options{Lanes: 2, Ring: 3})
-	if b := r.Stats().Buffer; b != 2*3*gpuload.DefaultChunk {
+	dir := folder(t, 4<<20, 4<<20)
+	r := load(t, open(t, dir, false, nil), dir, shardNames(t, dir), gpuload.Options{ChunkBytes: 1 << 20, Lanes: 2, Ring: 3})
+	if b := r.Stats().Buffer; b != 2*3<<20 {
 		t.Errorf("%d bytes of buffers", b)
 	}
 	small := folder(t, 100)
@@ -233,11 +235,23 @@ func TestBufferBound(t *testing.T) {
 func TestReadOnce(t *testing.T) {
 	dir := folder(t, 300000, 70001)
 	src := &countingSource{Source: open(t, dir, false, nil)}
-	var hashed atomic.Int64
-	r := load(t, src, dir, shardNames(t, dir), gpuload.Options{ChunkBytes: 8192, Loaded: &hashed})
-	total := int64(r.Manifest().TotalSize)
-	if n := src.n.Load(); n != total || hashed.Load() != total {
-		t.Errorf("%d bytes read and %d hashed of %d", n, hashed.Load(), total)
+	var mu sync.Mutex
+	done := map[string]int64{}
+	r := load(t, src, dir, shardNames(t, dir), gpuload.Options{ChunkBytes: 8192, Progress: func(shard string, n int64) {
+		mu.Lock()
+		defer mu.Unlock()
+		if n <= done[shard] {
+			t.Errorf("%s: %d bytes after %d", shard, n, done[shard])
+		}
+		done[shard] = n
+	}})
+	if n := src.n.Load(); n != int64(r.Manifest().TotalSize) {
+		t.Errorf("%d bytes read of %d", n, r.Manifest().TotalSize)
+	}
+	for _, s := range r.Manifest().Shards {
+		if done[s.Filename] != int64(s.Size) {
+			t.Errorf("%s: progress ended at %d of %d bytes", s.Filename, done[s.Filename], s.Size)
+		}
 	}
 }
 

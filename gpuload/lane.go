@@ -112,7 +112,7 @@ func (l *loader) hashAll(ctx context.Context, i int, filled <-chan chunk) error 
 	if err := h.UnmarshalBinary(s.head); err != nil {
 		return fmt.Errorf("hash shard %s: %w", s.Name, err)
 	}
-	l.count(s.Data)
+	l.progress(s.Name, s.Data)
 	for c := range filled {
 		start := time.Now()
 		for rest := c.data; len(rest) > 0; {
@@ -121,7 +121,7 @@ func (l *loader) hashAll(ctx context.Context, i int, filled <-chan chunk) error 
 			rest = rest[n:]
 		}
 		l.hash.since(start)
-		l.count(int64(len(c.data)))
+		l.progress(s.Name, c.off+int64(len(c.data)))
 		c.buf.release()
 		if ctx.Err() != nil {
 			return stopped(ctx, s, c.off)
@@ -131,9 +131,9 @@ func (l *loader) hashAll(ctx context.Context, i int, filled <-chan chunk) error 
 	return nil
 }
 
-func (l *loader) count(n int64) {
-	if l.o.Loaded != nil {
-		l.o.Loaded.Add(n)
+func (l *loader) progress(shard string, done int64) {
+	if l.o.Progress != nil {
+		l.o.Progress(shard, done)
 	}
 }
 

@@ -52,8 +52,11 @@ type Tensor struct {
 // alignment is what kernels ask of a tensor's address; blocks start at a multiple of it. No element is larger.
 const alignment = 16
 
+// CodeNoTensors is the code of the safetensors.Error for shards that are valid and empty.
+const CodeNoTensors = "no_tensors"
+
 // NewPlan reads and checks the header of each named shard file and compares names and sizes with what is wanted. It
-// takes no device memory.
+// takes no device memory. A file that is refused gives a *safetensors.Error, one that is not the wanted one ErrMismatch.
 func NewPlan(ctx context.Context, src Source, names []string, want Want) (Plan, error) {
 	names = slices.Sorted(slices.Values(names))
 	if err := want.names(names); err != nil {
@@ -75,7 +78,7 @@ func NewPlan(ctx context.Context, src Source, names []string, want Want) (Plan, 
 		p.Tensors = append(p.Tensors, table(i, tensors)...)
 	}
 	if len(p.Tensors) == 0 {
-		return Plan{}, errors.New("plan the load: the shards hold no tensors, there is nothing to load")
+		return Plan{}, &safetensors.Error{Code: CodeNoTensors, Msg: "the shards hold no tensors, there is nothing to load"}
 	}
 	return p, nil
 }

@@ -29,10 +29,11 @@ type Options struct {
 	MaxBuffer  int64 // limit on Lanes × Ring × ChunkBytes, kept by making these smaller; 0: DefaultMaxBuffer
 	Reserve    int64 // device memory to leave free; 0: DefaultReserve, negative: none
 
-	Placement Placement     // nil: Spread
-	Notify    func(string)  // lines for people, from the goroutine of Load; nil: none
-	Observe   func(State)   // each state that the load enters, from the goroutine of Load; nil: none
-	Loaded    *atomic.Int64 // counts the bytes hashed so far, for a progress bar; nil: none
+	Placement Placement    // nil: Spread
+	Notify    func(string) // lines for people, from the goroutine of Load; nil: none
+	Observe   func(State)  // each state that the load enters, from the goroutine of Load; nil: none
+	// Progress is told how many bytes of a shard are hashed, from several goroutines, after each buffer; nil: nobody is.
+	Progress func(shard string, done int64)
 }
 
 // shaped fills in the defaults and makes the buffers no larger than the model and MaxBuffer need.

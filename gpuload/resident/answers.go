@@ -1,0 +1,201 @@
+package resident
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"net/http"
+	"strings"
+	"time"
+
+	"github.com/kiln-registry/kiln-registry/api"
+	"github.com/kiln-registry/kiln-registry/gpuload"
+	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/registry/access"
+)
+
+// PathModelState is the path of the debug state.
+const PathModelState = "/v1/debug/model-state"
+
+// EnableWith says how the debug state is enabled; it is part of the refusal.
+const EnableWith = "--debug-model-state, or KILN_DEBUG_ENDPOINTS=1 in the environment"
+
+// DebugEnabled says whether a value of KILN_DEBUG_ENDPOINTS enables the debug state: 1, true, yes or on in any case.
+func DebugEnabled(value string) bool {
+	switch strings.ToLower(strings.TrimSpace(value)) {
+	case "1", "true", "yes", "on":
+		return true
+	}
+	return false
+}
+
+// ServeHTTP implements http.Handler.
+func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	var status int
+	var body any
+	switch r.URL.Path {
+	case api.PathHealth, api.PathHealthV1:
+		status, body = s.health()
+	case api.PathReady:
+		status, body = s.ready()
+	case PathModelState:
+		status, body = s.modelState(r)
+	default:
+		status, body = http.StatusNotFound, refusal{Error: "not found"}
+	}
+	if status != http.StatusNotFound && r.Method != http.MethodGet && r.Method != http.MethodHead {
+		w.Header().Set("Allow", "GET, HEAD")
+		status, body = http.StatusMethodNotAllowed, refusal{Error: "method not allowed"}
+	}
+	if status == http.StatusUnauthorized {
+		w.Header().Set("WWW-Authenticate", `Bearer realm="kiln"`)
+	}
+	write(w, status, body)
+}
+
+// refusal is the body of every answer that is not what was asked for.
+type refusal struct {
+	Error      string `json:"error"`
+	EnableWith string `json:"enable_with,omitempty"`
+}
+
+// write sends a body. net/http leaves it away for HEAD.
+func write(w http.ResponseWriter, status int, body any) {
+	var buf bytes.Buffer
+	enc := json.NewEncoder(&buf)
+	enc.SetEscapeHTML(false)
+	if err := enc.Encode(body); err != nil {
+		status = http.StatusInternalServerError
+		buf.Reset()
+		buf.WriteString(`{"error":"the answer could not be written"}` + "\n")
+	}
+	h := w.Header()
+	h.Set("Content-Type", "application/json")
+	h.Set("Cache-Control", "no-store")
+	h.Set("X-Content-Type-Options", "nosniff")
+	w.WriteHeader(status)
+	_, _ = w.Write(buf.Bytes()) // the client has gone
+}
+
+// weights returns what is held, nil for a synthetic model or while there is nothing, and the conditions of readiness.
+func (s *Server) weights() (*held, []api.Check) {
+	h := s.loaded.Load()
+	return h, []api.Check{{Name: "model_loaded", Pass: h != nil}, {Name: "accepting_requests", Pass: !s.ending.Load()}}
+}
+
+// health gives 503 with the same body while not ready.
+func (s *Server) health() (int, any) {
+	held, checks := s.weights()
+	body := api.Health{
+		Status: "ok", Version: s.Version, Role: "resident", Backend: s.Backend, Model: s.Model, Checks: checks,
+	}
+	switch {
+	case s.ending.Load():
+		body.Status = "maintenance"
+	case held == nil:
+		body.Status = "degraded"
+	}
+	if held != nil && held.weights != nil {
+		sum := held.weights.Manifest().Summary()
+		body.BaseWeightIdentity = &sum
+	}
+	if body.Status != "ok" {
+		return http.StatusServiceUnavailable, body
+	}
+	return http.StatusOK, body
+}
+
+func (s *Server) ready() (int, any) {
+	switch {
+	case s.ending.Load():
+		return http.StatusServiceUnavailable, refusal{Error: "stopping"}
+	case s.loaded.Load() == nil:
+		return http.StatusServiceUnavailable, refusal{Error: "loading"}
+	}
+	return http.StatusOK, struct {
+		Ready bool `json:"ready"`
+	}{true}
+}
+
+// state is the debug state, as far as a process that only holds weights has one.
+type state struct {
+	Model    modelState    `json:"model"`
+	Adapters adapterState  `json:"adapters"`
+	Resident residentState `json:"resident"`
+}
+
+type modelState struct {
+	Path          *string            `json:"path"`
+	ServedModelID string             `json:"served_model_id"`
+	Config                           // num_layers and so on
+	Manifest      *identity.Manifest `json:"base_weight_shard_manifest"`
+	Provenance    *struct{}          `json:"execution_provenance"` // null: nothing is executed
+	Runtime       string             `json:"backend_runtime"`
+}
+
+type adapterState struct {
+	Active *string  `json:"active_adapter"`
+	Loaded []string `json:"loaded_adapters"`
+}
+
+// residentState says how the bytes got where they are and how they were checked.
+type residentState struct {
+	State        gpuload.State `json:"state"`
+	Tensors      int           `json:"tensors"`
+	Bytes        int64         `json:"bytes"`
+	Verification *verification `json:"verification"` // null: there are no bytes
+}
+
+type verification struct {
+	Method    string    `json:"method"` // sha256-full: every byte was hashed as it was loaded
+	Completed time.Time `json:"completed_at"`
+	LoadedIn  float64   `json:"load_seconds"`
+}
+
+// modelState answers 403 while the debug state is not enabled, whoever asks.
+func (s *Server) modelState(r *http.Request) (int, any) {
+	if !s.Debug {
+		return http.StatusForbidden, refusal{"debug endpoint disabled", EnableWith}
+	}
+	if err := s.allowed(r); err != nil {
+		var e *api.Error
+		if errors.As(err, &e) {
+			return e.Status(), refusal{Error: e.Message}
+		}
+		return http.StatusUnauthorized, refusal{Error: "authentication required"}
+	}
+	body := state{
+		Model:    modelState{ServedModelID: s.Model, Config: s.Config, Runtime: s.Backend},
+		Adapters: adapterState{Loaded: []string{}},
+		Resident: residentState{State: gpuload.Loading},
+	}
+	if s.Path != "" {
+		body.Model.Path = &s.Path
+	}
+	h := s.loaded.Load()
+	switch {
+	case h == nil:
+	case h.weights == nil:
+		body.Resident.State = gpuload.Published
+	default:
+		m := h.weights.Manifest()
+		body.Model.Manifest = &m
+		body.Resident = residentState{
+			State: h.weights.State(), Tensors: len(h.weights.Tensors()), Bytes: int64(m.TotalSize),
+			Verification: &verification{"sha256-full", h.at.UTC(), h.weights.Stats().Elapsed.Seconds()},
+		}
+	}
+	return http.StatusOK, body
+}
+
+// allowed says whether the caller may see the debug state: whoever may pull something may.
+func (s *Server) allowed(r *http.Request) error {
+	if s.Gate == nil {
+		return nil
+	}
+	c, err := s.Gate.Caller(r)
+	if err != nil {
+		return err
+	}
+	return c.CheckAnywhere(access.Pull)
+}

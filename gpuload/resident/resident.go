@@ -1,0 +1,128 @@
+// Package resident answers over HTTP for a base model that is held in memory: whether it is there, and which bytes it
+// is, in the form in which Kiln's own server answers.
+package resident
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/http"
+	"sync/atomic"
+	"time"
+
+	"github.com/kiln-registry/kiln-registry/gpuload"
+	"github.com/kiln-registry/kiln-registry/registry/access"
+)
+
+// Limits on a connection. Answers are small: the largest is a manifest of 4096 shards, below 2 MB.
+const (
+	headerTimeout  = 10 * time.Second
+	readTimeout    = 30 * time.Second
+	writeTimeout   = time.Minute
+	keepAlive      = 2 * time.Minute
+	maxHeaderBytes = 32 << 10
+)
+
+// ErrPublic: the address can be reached from other machines, and nothing says who may ask.
+var ErrPublic = errors.New("can be reached from other machines")
+
+// Server answers for one model. Its fields are set before it is used. It is safe for concurrent use.
+type Server struct {
+	Version string
+	Backend string       // what holds the weights; synthetic: nothing does
+	Model   string       // what people call the model
+	Path    string       // of its folder; empty: none
+	Config  Config       // from the folder's config.json
+	Debug   bool         // answer /v1/debug/model-state
+	Gate    *access.Gate // who may ask for the debug state; nil: everyone
+	Log     *slog.Logger // of connections that failed; nil: nowhere
+
+	// Drain is how long requests and leases may last when the server stops.
+	Drain time.Duration
+
+	loaded atomic.Pointer[held]
+	ending atomic.Bool
+}
+
+// held is what was loaded; weights is nil for a synthetic model.
+type held struct {
+	weights *gpuload.Resident
+	at      time.Time
+}
+
+// Listen listens on a TCP address. Unless open says that everyone may ask, an address that is not this machine's alone
+// is ErrPublic.
+func Listen(ctx context.Context, addr string, open bool) (net.Listener, error) {
+	l, err := new(net.ListenConfig).Listen(ctx, "tcp", addr)
+	if err != nil {
+		return nil, fmt.Errorf("listen: %w", err)
+	}
+	if tcp, ok := l.Addr().(*net.TCPAddr); !open && (!ok || !tcp.IP.IsLoopback()) {
+		return nil, errors.Join(fmt.Errorf("listen on %s: %w", l.Addr(), ErrPublic), l.Close())
+	}
+	return l, nil
+}
+
+// Run answers on l from the start, not ready at first. It calls load, which for a synthetic model returns nil, then
+// loaded, and from then on is ready until ctx ends, which is no error. Before it returns it closes l and frees the
+// weights. It returns the error of load or of the listener.
+func (s *Server) Run(ctx context.Context, l net.Listener, load func(context.Context) (*gpuload.Resident, error),
+	loaded func(*gpuload.Resident) error,
+) error {
+	ctx, stop := context.WithCancelCause(ctx)
+	defer stop(nil)
+	server, accepted := s.httpServer(), make(chan error, 1)
+	go func() {
+		err := server.Serve(l)
+		stop(err)
+		accepted <- err
+	}()
+	weights, err := load(ctx)
+	if err == nil {
+		s.loaded.Store(&held{weights, time.Now()})
+		err = loaded(weights)
+	}
+	if err == nil {
+		<-ctx.Done()
+	}
+	return errors.Join(err, s.stop(context.WithoutCancel(ctx), server, accepted, weights))
+}
+
+// stop lets readiness fail first, then waits for requests, then for leases.
+func (s *Server) stop(ctx context.Context, server *http.Server, accepted <-chan error, weights *gpuload.Resident) error {
+	s.ending.Store(true)
+	ctx, cancel := context.WithTimeout(ctx, s.Drain)
+	defer cancel()
+	err := server.Shutdown(ctx)
+	if err != nil {
+		err = errors.Join(fmt.Errorf("requests were cut off: %w", err), server.Close())
+	}
+	if e := <-accepted; !errors.Is(e, http.ErrServerClosed) {
+		err = errors.Join(fmt.Errorf("serve: %w", e), err)
+	}
+	if weights != nil {
+		err = errors.Join(err, weights.Close(ctx))
+	}
+	return err
+}
+
+func (s *Server) httpServer() *http.Server {
+	protocols := new(http.Protocols)
+	protocols.SetHTTP1(true)
+	log := s.Log
+	if log == nil {
+		log = slog.New(slog.DiscardHandler)
+	}
+	return &http.Server{
+		Handler:           s,
+		Protocols:         protocols,
+		ReadHeaderTimeout: headerTimeout,
+		ReadTimeout:       readTimeout,
+		WriteTimeout:      writeTimeout,
+		IdleTimeout:       keepAlive,
+		MaxHeaderBytes:    maxHeaderBytes,
+		ErrorLog:          slog.NewLogLogger(log.Handler(), slog.LevelDebug),
+	}
+}
