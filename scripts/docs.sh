@@ -7,11 +7,15 @@ cases=${KILN_CASES:-$root/../shared/cases}
 [ ! -d "$cases" ] || { KILN_CASES=$(cd "$cases" && pwd) && export KILN_CASES; }
 copy=$(mktemp -d)
 trap 'chmod -R u+w "$copy"; rm -rf "$copy"' EXIT
+trap 'exit 130' INT TERM
 cd "$root"
 git ls-files -z --cached --others --exclude-standard | while IFS= read -r -d '' file; do
   [ ! -e "$file" ] || printf '%s\0' "$file"
 done | xargs -0 cp --parents -t "$copy"
 cd "$copy"
+mkdir tmp
+export TMPDIR=$copy/tmp PATH=$copy/.bin:$PATH
+make build
 
 blocks=0
 while IFS= read -r file; do
