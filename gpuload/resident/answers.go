@@ -77,26 +77,21 @@ func write(w http.ResponseWriter, status int, body any) {
 	_, _ = w.Write(buf.Bytes()) // the client has gone
 }
 
-// weights returns what is held, nil for a synthetic model or while there is nothing, and the conditions of readiness.
-func (s *Server) weights() (*held, []api.Check) {
-	h := s.loaded.Load()
-	return h, []api.Check{{Name: "model_loaded", Pass: h != nil}, {Name: "accepting_requests", Pass: !s.ending.Load()}}
-}
-
 // health gives 503 with the same body while not ready.
 func (s *Server) health() (int, any) {
-	held, checks := s.weights()
+	h, ending := s.held.Load(), s.ending.Load()
 	body := api.Health{
-		Status: "ok", Version: s.Version, Role: "resident", Backend: s.Backend, Model: s.Model, Checks: checks,
+		Status: "ok", Version: s.Version, Role: "resident", Backend: s.Backend, Model: s.Model,
+		Checks: []api.Check{{Name: "model_loaded", Pass: h != nil}, {Name: "accepting_requests", Pass: !ending}},
 	}
 	switch {
-	case s.ending.Load():
+	case ending:
 		body.Status = "maintenance"
-	case held == nil:
+	case h == nil:
 		body.Status = "degraded"
 	}
-	if held != nil && held.weights != nil {
-		sum := held.weights.Manifest().Summary()
+	if h != nil && h.Weights != nil {
+		sum := h.Weights.Manifest().Summary()
 		body.BaseWeightIdentity = &sum
 	}
 	if body.Status != "ok" {
@@ -109,7 +104,7 @@ func (s *Server) ready() (int, any) {
 	switch {
 	case s.ending.Load():
 		return http.StatusServiceUnavailable, refusal{Error: "stopping"}
-	case s.loaded.Load() == nil:
+	case s.held.Load() == nil:
 		return http.StatusServiceUnavailable, refusal{Error: "loading"}
 	}
 	return http.StatusOK, struct {
@@ -165,27 +160,31 @@ func (s *Server) modelState(r *http.Request) (int, any) {
 		return http.StatusUnauthorized, refusal{Error: "authentication required"}
 	}
 	body := state{
-		Model:    modelState{ServedModelID: s.Model, Config: s.Config, Runtime: s.Backend},
+		Model:    modelState{ServedModelID: s.Model, Runtime: s.Backend},
 		Adapters: adapterState{Loaded: []string{}},
 		Resident: residentState{State: gpuload.Loading},
 	}
-	if s.Path != "" {
-		body.Model.Path = &s.Path
-	}
-	h := s.loaded.Load()
-	switch {
-	case h == nil:
-	case h.weights == nil:
-		body.Resident.State = gpuload.Published
-	default:
-		m := h.weights.Manifest()
-		body.Model.Manifest = &m
-		body.Resident = residentState{
-			State: h.weights.State(), Tensors: len(h.weights.Tensors()), Bytes: int64(m.TotalSize),
-			Verification: &verification{"sha256-full", h.at.UTC(), h.weights.Stats().Elapsed.Seconds()},
-		}
+	if h := s.held.Load(); h != nil {
+		h.describe(&body)
 	}
 	return http.StatusOK, body
+}
+
+func (h *Held) describe(body *state) {
+	if h.Path != "" {
+		body.Model.Path = &h.Path
+	}
+	body.Model.Config = h.Config
+	if h.Weights == nil {
+		body.Resident.State = gpuload.Published
+		return
+	}
+	m := h.Weights.Manifest()
+	body.Model.Manifest = &m
+	body.Resident = residentState{
+		State: h.Weights.State(), Tensors: len(h.Weights.Tensors()), Bytes: int64(m.TotalSize),
+		Verification: &verification{"sha256-full", h.At.UTC(), h.Weights.Stats().Elapsed.Seconds()},
+	}
 }
 
 // allowed says whether the caller may see the debug state: whoever may pull something may.

@@ -33,8 +33,6 @@ type Server struct {
 	Version string
 	Backend string       // what holds the weights; synthetic: nothing does
 	Model   string       // what people call the model
-	Path    string       // of its folder; empty: none
-	Config  Config       // from the folder's config.json
 	Debug   bool         // answer /v1/debug/model-state
 	Gate    *access.Gate // who may ask for the debug state; nil: everyone
 	Log     *slog.Logger // of connections that failed; nil: nowhere
@@ -42,14 +40,16 @@ type Server struct {
 	// Drain is how long requests and leases may last when the server stops.
 	Drain time.Duration
 
-	loaded atomic.Pointer[held]
+	held   atomic.Pointer[Held] // nil while loading
 	ending atomic.Bool
 }
 
-// held is what was loaded; weights is nil for a synthetic model.
-type held struct {
-	weights *gpuload.Resident
-	at      time.Time
+// Held is what was loaded.
+type Held struct {
+	Weights *gpuload.Resident // nil for a synthetic model
+	Path    string            // of the model's folder; empty: none
+	Config  Config            // from the folder's config.json
+	At      time.Time         // when the last byte was checked
 }
 
 // Listen listens on a TCP address. Unless open says that everyone may ask, an address that is not this machine's alone
@@ -65,12 +65,10 @@ func Listen(ctx context.Context, addr string, open bool) (net.Listener, error) {
 	return l, nil
 }
 
-// Run answers on l from the start, not ready at first. It calls load, which for a synthetic model returns nil, then
-// loaded, and from then on is ready until ctx ends, which is no error. Before it returns it closes l and frees the
-// weights. It returns the error of load or of the listener.
-func (s *Server) Run(ctx context.Context, l net.Listener, load func(context.Context) (*gpuload.Resident, error),
-	loaded func(*gpuload.Resident) error,
-) error {
+// Run answers on l from the start, not ready at first. It calls load, then loaded, and from then on is ready until ctx
+// ends, which is no error. Before it returns it closes l and frees the weights. It returns the error of load, of loaded
+// or of the listener.
+func (s *Server) Run(ctx context.Context, l net.Listener, load func(context.Context) (Held, error), loaded func(Held) error) error {
 	ctx, stop := context.WithCancelCause(ctx)
 	defer stop(nil)
 	server, accepted := s.httpServer(), make(chan error, 1)
@@ -79,15 +77,15 @@ func (s *Server) Run(ctx context.Context, l net.Listener, load func(context.Cont
 		stop(err)
 		accepted <- err
 	}()
-	weights, err := load(ctx)
+	h, err := load(ctx)
 	if err == nil {
-		s.loaded.Store(&held{weights, time.Now()})
-		err = loaded(weights)
+		s.held.Store(&h)
+		err = loaded(h)
 	}
 	if err == nil {
 		<-ctx.Done()
 	}
-	return errors.Join(err, s.stop(context.WithoutCancel(ctx), server, accepted, weights))
+	return errors.Join(err, s.stop(context.WithoutCancel(ctx), server, accepted, h.Weights))
 }
 
 // stop lets readiness fail first, then waits for requests, then for leases.

@@ -31,7 +31,7 @@ import (
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 // loadModel loads a model of two small shards into host memory.
-func loadModel(t *testing.T) func(context.Context) (*gpuload.Resident, error) {
+func loadModel(t *testing.T) func(context.Context) (resident.Held, error) {
 	t.Helper()
 	dir := t.TempDir()
 	names := []string{"a.safetensors", "b.safetensors"}
@@ -42,17 +42,20 @@ func loadModel(t *testing.T) func(context.Context) (*gpuload.Resident, error) {
 			t.Fatal(err)
 		}
 	}
-	return func(ctx context.Context) (*gpuload.Resident, error) {
+	return func(ctx context.Context) (h resident.Held, err error) {
 		src, err := gpuload.OpenDir(dir, false, nil)
 		if err != nil {
-			return nil, err
+			return h, err
 		}
 		defer src.Close()
 		p, err := gpuload.NewPlan(ctx, src, names, gpuload.Want{})
 		if err != nil {
-			return nil, err
+			return h, err
 		}
-		return gpuload.Load(ctx, p, src, &hostmem.Target{}, gpuload.Options{})
+		layers := uint64(32)
+		h = resident.Held{Path: "/models/demo", Config: resident.Config{Layers: &layers}, At: time.Now()}
+		h.Weights, err = gpuload.Load(ctx, p, src, &hostmem.Target{}, gpuload.Options{})
+		return h, err
 	}
 }
 
@@ -66,7 +69,7 @@ type running struct {
 }
 
 // start runs s. The load begins when load is closed; held gives what was loaded.
-func start(t *testing.T, s *resident.Server, load func(context.Context) (*gpuload.Resident, error)) *running {
+func start(t *testing.T, s *resident.Server, load func(context.Context) (resident.Held, error)) *running {
 	t.Helper()
 	s.Drain = 10 * time.Second
 	l, err := resident.Listen(t.Context(), "127.0.0.1:0", false)
@@ -77,14 +80,14 @@ func start(t *testing.T, s *resident.Server, load func(context.Context) (*gpuloa
 	r := &running{url: "http://" + l.Addr().String(), load: make(chan struct{}), held: make(chan *gpuload.Resident, 1)}
 	ended := make(chan error, 1)
 	go func() {
-		ended <- s.Run(ctx, l, func(ctx context.Context) (*gpuload.Resident, error) {
+		ended <- s.Run(ctx, l, func(ctx context.Context) (resident.Held, error) {
 			select {
 			case <-r.load:
 				return load(ctx)
 			case <-ctx.Done():
-				return nil, context.Cause(ctx)
+				return resident.Held{}, context.Cause(ctx)
 			}
-		}, func(weights *gpuload.Resident) error { r.held <- weights; return nil })
+		}, func(h resident.Held) error { r.held <- h.Weights; return nil })
 	}()
 	r.wait = sync.OnceValue(func() error { return <-ended })
 	r.stop = func() error {
@@ -176,7 +179,7 @@ func TestHealth(t *testing.T) {
 
 func TestSynthetic(t *testing.T) {
 	r := start(t, &resident.Server{Backend: "synthetic", Debug: true},
-		func(context.Context) (*gpuload.Resident, error) { return nil, nil })
+		func(context.Context) (resident.Held, error) { return resident.Held{}, nil })
 	close(r.load)
 	if w := <-r.held; w != nil {
 		t.Fatal("a synthetic model has weights")
@@ -196,10 +199,7 @@ func TestSynthetic(t *testing.T) {
 }
 
 func TestModelState(t *testing.T) {
-	layers := uint64(32)
-	r := start(t, &resident.Server{
-		Backend: "host", Model: "demo", Path: "/models/demo", Config: resident.Config{Layers: &layers}, Debug: true,
-	}, loadModel(t))
+	r := start(t, &resident.Server{Backend: "host", Model: "demo", Debug: true}, loadModel(t))
 	if a := r.ask(t, "GET", "/v1/debug/model-state", ""); a.status != 200 || !strings.Contains(a.body, `"state":"loading"`) {
 		t.Errorf("while loading: %d %s", a.status, a.body)
 	}
@@ -335,7 +335,7 @@ func TestListen(t *testing.T) {
 
 func TestFailedLoad(t *testing.T) {
 	bad := errors.New("bad bytes")
-	r := start(t, &resident.Server{}, func(context.Context) (*gpuload.Resident, error) { return nil, bad })
+	r := start(t, &resident.Server{}, func(context.Context) (resident.Held, error) { return resident.Held{}, bad })
 	close(r.load)
 	if err := r.wait(); !errors.Is(err, bad) {
 		t.Errorf("%v, want %v", err, bad)
@@ -389,7 +389,7 @@ func TestListenerFails(t *testing.T) {
 	}
 	l.Close()
 	s := &resident.Server{Drain: time.Second}
-	err = s.Run(t.Context(), l, loadModel(t), func(*gpuload.Resident) error { return nil })
+	err = s.Run(t.Context(), l, loadModel(t), func(resident.Held) error { return nil })
 	if !errors.Is(err, net.ErrClosed) {
 		t.Errorf("%v, want %v", err, net.ErrClosed)
 	}
