@@ -25,10 +25,19 @@ func (c *Client) Bases(ctx context.Context, after string, limit int) (list api.B
 	return list, err
 }
 
-// Base describes one base model: its summary and all its packagings that the caller may pull. One that there is none of
-// is api.ErrAggregateUnknown.
-func (c *Client) Base(ctx context.Context, a identity.Aggregate) (base api.Base, err error) {
-	err = c.json(ctx, call{method: http.MethodGet, path: api.PathBase(a), missing: api.ErrAggregateUnknown}, &base)
+// Base describes one base model: its summary and the first page of its packagings that the caller may pull. One that there
+// is none of is api.ErrAggregateUnknown.
+func (c *Client) Base(ctx context.Context, a identity.Aggregate) (api.Base, error) {
+	return c.BasePage(ctx, a, "", 0)
+}
+
+// BasePage is Base for the page that follows after, which is empty or the Next of the page before; limit bounds the
+// manifests on it, and zero leaves the number to the registry. One packaging may go on on the next page.
+func (c *Client) BasePage(ctx context.Context, a identity.Aggregate, after string, limit int) (base api.Base, err error) {
+	err = c.json(ctx, call{
+		method: http.MethodGet, path: api.PathBase(a), missing: api.ErrAggregateUnknown,
+		query: paging("after", after, "limit", limit),
+	}, &base)
 	if err == nil && base.Identity.Aggregate != a {
 		err = fmt.Errorf("%s: asked for base %s, was told of %s: %w", c.Host(), a, base.Identity.Aggregate, ErrMismatch)
 	}

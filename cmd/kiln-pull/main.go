@@ -1,3 +1,112 @@
+// Command kiln-pull brings models from a registry to a serving node, verified, and says what is there.
 package main
 
-func main() {}
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"strings"
+	"syscall"
+
+	"github.com/spf13/cobra"
+
+	"github.com/kiln-registry/kiln-registry/api"
+	"github.com/kiln-registry/kiln-registry/api/client"
+	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/internal/cli"
+	"github.com/kiln-registry/kiln-registry/transfer"
+	"github.com/kiln-registry/kiln-registry/transfer/staging"
+)
+
+func main() { cli.Main(run) }
+
+func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
+	root := &cobra.Command{
+		Use:   "kiln-pull",
+		Short: "Bring models to a serving node, verified byte for byte",
+		Long: "Bring models to a serving node, verified byte for byte.\n\n" +
+			"A REF is host[:port]/repository[:tag][@sha256:…]. An AGGREGATE is sha256:… alone: the name of a base model by\n" +
+			"its bytes; it is asked of --registry, $KILN_REGISTRY or " + cli.DefaultRegistry + ".",
+		Version: cli.Version(),
+		Args:    cobra.NoArgs,
+	}
+	root.AddCommand(commands()...)
+	return explain(cli.Execute(ctx, root, args, stdout, stderr))
+}
+
+// source is what a command is to read from a registry: an aggregate, or else a reference.
+type source struct {
+	aggregate identity.Aggregate
+	ref       client.Reference
+	host      string
+	repo      string // where an aggregate is looked for; empty: anywhere
+}
+
+// parseSource reads REF|AGGREGATE.
+func parseSource(arg, registry, repo string) (s source, err error) {
+	if strings.HasPrefix(arg, "sha256:") {
+		s = source{host: registry, repo: repo}
+		s.aggregate, err = identity.ParseAggregate(arg)
+		if err == nil && repo != "" {
+			err = api.CheckRepo(repo)
+		}
+	} else {
+		s.ref, err = client.ParseReference(arg)
+		s.host = s.ref.Host
+		if err == nil && repo != "" {
+			err = errors.New("--repo goes with an aggregate; a reference names its repository itself")
+		}
+	}
+	if err != nil {
+		return s, cli.Exit(cli.CodeUsage, err)
+	}
+	return s, nil
+}
+
+// resolve asks the registry, once.
+func (s source) resolve(ctx context.Context, c *client.Client) (transfer.Plan, error) {
+	if !s.aggregate.IsZero() {
+		return transfer.ResolveAggregate(ctx, c, s.aggregate, s.repo)
+	}
+	return transfer.Resolve(ctx, c, s.ref)
+}
+
+// explain gives the errors of a transfer their exit codes and hints.
+func explain(err error) error {
+	var space *transfer.SpaceError
+	var fetch *transfer.FetchError
+	var packagings *transfer.PackagingsError
+	code, hint := 0, ""
+	switch {
+	case errors.Is(err, staging.ErrBusy):
+		code, hint = cli.CodeTryAgain, "wait for it, or stop it; the next pull goes on from where it is"
+	case errors.Is(err, staging.ErrLost):
+		code, hint = cli.CodeTryAgain, "this process was stopped for long; the other pull goes on"
+	case errors.Is(err, transfer.ErrOccupied):
+		code, hint = cli.CodeUsage, "name another folder; --replace replaces what is there, --repair keeps the files that match"
+	case errors.Is(err, transfer.ErrTarget):
+		code = cli.CodeUsage
+	case errors.Is(err, transfer.ErrNoTag):
+		code, hint = cli.CodeUsage, "add :TAG or @sha256:…"
+	case errors.Is(err, transfer.ErrArtifact), errors.Is(err, staging.ErrCollides):
+		code = cli.CodeBadInput
+	case errors.As(err, &packagings):
+		code, hint = cli.CodeUsage, "choose one with --repo, or pull it by its digest; each is listed above"
+	case errors.As(err, &space):
+		code = cli.CodeDisk
+		hint = fmt.Sprintf("needs %s, %s free", cli.Bytes(space.Need), cli.Bytes(space.Free))
+	case errors.Is(err, syscall.EFBIG):
+		code, hint = cli.CodeDisk, "files may not grow that large here: ulimit -f"
+	case errors.As(err, &fetch):
+		code = cli.Code(err)
+		hint = fmt.Sprintf("what was received is kept; the same command fetches only the rest (%d of %d files)",
+			len(fetch.Failed), fetch.Total)
+	default:
+		return err
+	}
+	if hint != "" {
+		err = cli.Hint(err, hint)
+	}
+	return cli.Exit(code, err)
+}

@@ -1,0 +1,8 @@
+package main
+
+import "github.com/spf13/cobra"
+
+// commands lists the commands; each is in the file of its name.
+func commands() []*cobra.Command {
+	return []*cobra.Command{pullCommand(), findCommand(), verifyCommand(), residentCommand()}
+}

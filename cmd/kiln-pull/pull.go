@@ -1,0 +1,153 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"text/tabwriter"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/kiln-registry/kiln-registry/api/client"
+	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/internal/cli"
+	"github.com/kiln-registry/kiln-registry/internal/cli/progress"
+	"github.com/kiln-registry/kiln-registry/transfer"
+)
+
+type pullFlags struct {
+	cli.Flags
+	registry, repo string
+	options        transfer.PullOptions
+}
+
+func pullCommand() *cobra.Command {
+	var f pullFlags
+	cmd := &cobra.Command{
+		Use:   "pull REF|AGGREGATE DIR",
+		Short: "Make DIR the folder of a model: whole and verified, or not at all",
+		Long: "Make DIR the folder of a model: whole and verified, or not at all.\n\n" +
+			"What an interrupted pull received is kept beside DIR, in .NAME.kiln, and the same command goes on from there.\n" +
+			"A folder that is already that of the model is left as it is; one that was damaged since is repaired.",
+		Args: cobra.ExactArgs(2),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			s, err := parseSource(args[0], f.registry, f.repo)
+			if err != nil {
+				return err
+			}
+			return f.pull(cmd.Context(), s, args[1], cmd.OutOrStdout(), cmd.ErrOrStderr())
+		},
+	}
+	f.Bind(cmd)
+	cmd.Flags().StringVar(&f.registry, "registry", cli.Registry(), "where an AGGREGATE is asked for")
+	cmd.Flags().StringVar(&f.repo, "repo", "", "the repository from which an AGGREGATE is pulled")
+	cmd.Flags().IntVar(&f.options.Jobs, "jobs", 8, "files, or parts of a file, received at a time")
+	cmd.Flags().BoolVar(&f.options.Replace, "replace", false, "replace whatever folder is at DIR; files in it that match are used")
+	cmd.Flags().BoolVar(&f.options.Repair, "repair", false, "check a DIR that has no record, use its files that match, replace the rest")
+	return cmd
+}
+
+func (f *pullFlags) pull(ctx context.Context, s source, dir string, stdout, stderr io.Writer) error {
+	if f.options.Jobs < 1 || f.options.Jobs > 64 {
+		return cli.Usagef("--jobs %d: want 1 to 64", f.options.Jobs)
+	}
+	show := progress.New(f.Flags, stdout, stderr)
+	c, err := f.Client(s.host, show.Note)
+	if err != nil {
+		show.Close()
+		return err
+	}
+	defer c.Close()
+	done, plan, err := f.transfer(ctx, c, s, dir, show)
+	show.Close()
+	var packagings *transfer.PackagingsError
+	if errors.As(err, &packagings) {
+		writePackagings(stderr, packagings)
+	}
+	if err != nil {
+		return err
+	}
+	return writePulled(stdout, f.JSON, plan, done)
+}
+
+func (f *pullFlags) transfer(ctx context.Context, c *client.Client, s source, dir string, show *progress.Show) (
+	done transfer.Pulled, plan transfer.Plan, err error,
+) {
+	if plan, err = s.resolve(ctx, c); err != nil {
+		return done, plan, err
+	}
+	show.Note("pulling " + plan.Reference())
+	f.options.Watch = show.Watch
+	done, err = transfer.Pull(ctx, c, plan, dir, f.options)
+	return done, plan, err
+}
+
+// pulledJSON is the last line of pull --json.
+type pulledJSON struct {
+	Event     string             `json:"event"` // result
+	Folder    string             `json:"folder"`
+	Reference string             `json:"reference"`
+	Aggregate identity.Aggregate `json:"aggregate_sha256,omitzero"`
+	Files     int                `json:"files"`
+	Size      int64              `json:"size_bytes"`
+	Already   bool               `json:"already_there"`
+	Received  int64              `json:"received_bytes"`
+	Resumed   int64              `json:"resumed_bytes"`
+	Reused    int                `json:"reused_files"`
+	Verified  time.Time          `json:"verified_at"`
+}
+
+func writePulled(w io.Writer, asJSON bool, plan transfer.Plan, done transfer.Pulled) error {
+	out := pulledJSON{
+		Event: "result", Folder: done.Target, Reference: plan.Reference(), Aggregate: plan.Aggregate, Files: len(plan.Files),
+		Size: plan.Bytes(), Already: done.Already, Received: done.Received, Resumed: done.Resumed, Reused: done.Reused,
+		Verified: done.Record.Verified,
+	}
+	if asJSON {
+		return json.NewEncoder(w).Encode(out)
+	}
+	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
+	fmt.Fprintf(t, "folder\t%s\n", out.Folder)
+	fmt.Fprintf(t, "reference\t%s\n", out.Reference)
+	if out.Aggregate.IsZero() {
+		fmt.Fprintf(t, "aggregate\tnone: %v\n", plan.NoBase)
+	} else {
+		fmt.Fprintf(t, "aggregate\t%s\n", out.Aggregate)
+	}
+	fmt.Fprintf(t, "files\t%d, %s\n", out.Files, cli.Bytes(out.Size))
+	at := out.Verified.Format(time.RFC3339)
+	switch {
+	case out.Already:
+		fmt.Fprintf(t, "state\talready there, verified at %s\n", at)
+	default:
+		fmt.Fprintf(t, "state\tpulled, verified at %s: %s received, %s resumed, %d files reused\n", at,
+			cli.Bytes(out.Received), cli.Bytes(out.Resumed), out.Reused)
+	}
+	return t.Flush()
+}
+
+// writePackagings lists the choice and what it is about.
+func writePackagings(w io.Writer, e *transfer.PackagingsError) {
+	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
+	for i, p := range e.Plans {
+		fmt.Fprintf(t, "%c\t%s\n", 'A'+i, p.Reference())
+	}
+	if e.More > 0 {
+		fmt.Fprintf(t, "\tand %d more packagings\n", e.More)
+	}
+	for _, d := range e.Differences {
+		fmt.Fprintf(t, "differs\t%q", d.Name)
+		for i, digest := range d.Digests {
+			text := "absent"
+			if !digest.IsZero() {
+				text = digest.Hex()[:12]
+			}
+			fmt.Fprintf(t, "\t%c: %s", 'A'+i, text)
+		}
+		fmt.Fprintln(t)
+	}
+	_ = t.Flush()
+}

@@ -1,0 +1,311 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"strings"
+	"text/tabwriter"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/internal/cli"
+	"github.com/kiln-registry/kiln-registry/internal/cli/progress"
+	"github.com/kiln-registry/kiln-registry/transfer"
+	"github.com/kiln-registry/kiln-registry/transfer/folder"
+	"github.com/kiln-registry/kiln-registry/transfer/staging"
+)
+
+type verifyFlags struct {
+	cli.Flags
+	registry, repo, against string
+	jobs                    int
+}
+
+func verifyCommand() *cobra.Command {
+	var f verifyFlags
+	cmd := &cobra.Command{
+		Use:   "verify DIR",
+		Short: "Hash every file of a pulled folder and say what does not match",
+		Long: "Hash every file of a pulled folder and say what does not match.\n\n" +
+			"Without --against the folder is compared with the record that pull left beside it, and no network is used.\n" +
+			"Against an AGGREGATE only the base weights are compared, whatever the files are called; no network is used\n" +
+			"unless they differ. Against a REF, every file is. Against a FILE that holds a shard manifest, every shard is.",
+		Args: cobra.ExactArgs(1),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			return f.verify(cmd.Context(), args[0], cmd.OutOrStdout(), cmd.ErrOrStderr())
+		},
+	}
+	f.Bind(cmd)
+	cmd.Flags().StringVar(&f.against, "against", "", "REF, AGGREGATE or FILE to compare with")
+	cmd.Flags().StringVar(&f.registry, "registry", cli.Registry(), "where an AGGREGATE is asked for")
+	cmd.Flags().IntVar(&f.jobs, "jobs", 0, "files read at a time; 0: one per core")
+	return cmd
+}
+
+// verdict is the answer, and the last line of verify --json.
+type verdict struct {
+	Event     string             `json:"event"` // result
+	Folder    string             `json:"folder"`
+	Against   string             `json:"against"` // empty: there was nothing to compare with
+	Match     bool               `json:"match"`
+	Aggregate identity.Aggregate `json:"aggregate_sha256,omitzero"` // of the folder, where it was computed or matched
+	Note      string             `json:"note,omitempty"`
+	transfer.Verified
+}
+
+func (f *verifyFlags) verify(ctx context.Context, dir string, stdout, stderr io.Writer) error {
+	if f.jobs < 0 || f.jobs > 64 {
+		return cli.Usagef("--jobs %d: want 0 to 64", f.jobs)
+	}
+	target, err := staging.Target(dir)
+	if err != nil {
+		return err
+	}
+	known, err := staging.Known(target)
+	if err != nil {
+		return err
+	}
+	if _, err := os.Lstat(target); errors.Is(err, fs.ErrNotExist) {
+		return absent(dir, known)
+	}
+	show := progress.New(f.Flags, stdout, stderr)
+	v := verdict{Event: "result", Folder: target}
+	err = f.compare(ctx, known, &v, show)
+	show.Close()
+	if err != nil {
+		return err
+	}
+	if err := v.write(stdout, f.JSON); err != nil {
+		return err
+	}
+	switch {
+	case v.Against == "":
+		return cli.Hint(cli.Exit(cli.CodeNotFound, fmt.Errorf("%s: no record of a pull to compare with", dir)),
+			"--against REF, AGGREGATE or FILE says what it should be")
+	case !v.Match:
+		return cli.Silent(cli.CodeNo)
+	}
+	return nil
+}
+
+// absent is the answer for a folder that is not there.
+func absent(dir string, known staging.Records) error {
+	if known.Started == nil {
+		return cli.Exit(cli.CodeNotFound, fmt.Errorf("%s: no such folder", dir))
+	}
+	var size int64
+	for _, x := range known.Started.Files {
+		size += x.Size
+	}
+	return cli.Hint(
+		cli.Exit(cli.CodeNo, fmt.Errorf("%s: incomplete: a pull began and did not end; %d of %d bytes are here", dir,
+			known.Received, size)),
+		"run the pull again; it goes on from there")
+}
+
+// compare fills in the verdict.
+func (f *verifyFlags) compare(ctx context.Context, known staging.Records, v *verdict, show *progress.Show) error {
+	switch {
+	case f.against == "" && known.Complete != nil:
+		return f.record(ctx, *known.Complete, "record", v, show)
+	case f.against == "" && known.Started != nil:
+		v.Note = "a pull began and did not end"
+		return f.record(ctx, *known.Started, "record of a pull that did not end", v, show)
+	case f.against == "":
+		v.Note = "nothing to compare with"
+		return f.sum(ctx, v, show)
+	}
+	if m, err := manifestFile(f.against); err != nil || m != nil {
+		if err != nil {
+			return cli.Exit(cli.CodeBadInput, err)
+		}
+		return f.manifest(ctx, *m, v, show)
+	}
+	s, err := parseSource(f.against, f.registry, "")
+	if err != nil {
+		return err
+	}
+	if !s.aggregate.IsZero() {
+		return f.aggregate(ctx, s, known, v, show)
+	}
+	c, err := f.Client(s.host, show.Note)
+	if err != nil {
+		return err
+	}
+	defer c.Close()
+	plan, err := s.resolve(ctx, c)
+	if err != nil {
+		return err
+	}
+	return f.record(ctx, plan.Record, "", v, show)
+}
+
+// record compares every file.
+func (f *verifyFlags) record(ctx context.Context, r staging.Record, kind string, v *verdict, show *progress.Show) (err error) {
+	plan := transfer.Plan{Record: r}
+	v.Against = strings.TrimSpace(kind + " " + plan.Reference())
+	v.Verified, err = transfer.Verify(ctx, v.Folder, r.Files, f.options(true, show))
+	if v.Match = len(v.Findings) == 0; v.Match {
+		v.Aggregate = r.Aggregate
+	}
+	return err
+}
+
+func (f *verifyFlags) options(extra bool, show *progress.Show) transfer.VerifyOptions {
+	return transfer.VerifyOptions{Jobs: f.jobs, Extra: extra, Watch: show.Watch}
+}
+
+// manifest compares every shard.
+func (f *verifyFlags) manifest(ctx context.Context, m identity.Manifest, v *verdict, show *progress.Show) (err error) {
+	var want []staging.File
+	for _, s := range m.Shards {
+		want = append(want, staging.File{Name: s.Filename, Size: int64(s.Size), Digest: s.Digest})
+	}
+	v.Against = "shard manifest " + f.against
+	v.Note = "only the shards were compared"
+	v.Verified, err = transfer.Verify(ctx, v.Folder, want, f.options(false, show))
+	if v.Match = len(v.Findings) == 0; v.Match {
+		v.Aggregate = m.Aggregate
+	}
+	return err
+}
+
+// manifestFile reads a shard manifest, if the argument names a file.
+func manifestFile(path string) (*identity.Manifest, error) {
+	if fi, err := os.Stat(path); err != nil || !fi.Mode().IsRegular() {
+		return nil, nil
+	}
+	b, err := os.ReadFile(path)
+	if err != nil {
+		return nil, err
+	}
+	m, err := identity.Parse(b)
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", path, err)
+	}
+	return &m, nil
+}
+
+// sum finds out what base the folder is, whatever its files are called.
+func (f *verifyFlags) sum(ctx context.Context, v *verdict, show *progress.Show) error {
+	m, err := sum(ctx, v.Folder, show)
+	if err != nil {
+		return err
+	}
+	v.Aggregate, v.Files, v.Bytes = m.Aggregate, len(m.Shards), int64(m.TotalSize)
+	return nil
+}
+
+func sum(ctx context.Context, dir string, show *progress.Show) (identity.Manifest, error) {
+	in, err := folder.Open(dir, folder.Options{AnyDType: true})
+	if err != nil {
+		return identity.Manifest{}, err
+	}
+	for _, s := range in.Shards {
+		show.Watch(transfer.Event{Step: transfer.Planned, Phase: transfer.PhaseVerify, File: s.Name, Total: s.Size})
+	}
+	got, err := in.Sum(ctx, func(s folder.File, done int64) {
+		show.Watch(transfer.Event{Step: transfer.Moved, Phase: transfer.PhaseVerify, File: s.Name, Bytes: done, Total: s.Size})
+	})
+	return got.Manifest, err
+}
+
+// aggregate compares the base weights as a whole and, where they differ, says in what if that can be had.
+func (f *verifyFlags) aggregate(ctx context.Context, s source, known staging.Records, v *verdict, show *progress.Show) error {
+	m, err := sum(ctx, v.Folder, show)
+	if err != nil {
+		return err
+	}
+	v.Against = "base " + s.aggregate.String()
+	v.Aggregate, v.Files, v.Bytes = m.Aggregate, len(m.Shards), int64(m.TotalSize)
+	if v.Match = m.Aggregate == s.aggregate; v.Match {
+		v.Note = "the base weights are the same; other files were not compared"
+		return nil
+	}
+	v.Files, v.Bytes = 0, 0
+	if known.Complete != nil && known.Complete.Aggregate == s.aggregate {
+		v.Findings = differing(m, known.Complete.Files)
+		return nil
+	}
+	c, err := f.Client(s.host, nil)
+	if err != nil {
+		return err
+	}
+	defer c.Close()
+	want, err := c.BaseManifest(ctx, s.aggregate)
+	if err != nil {
+		v.Note = "in what they differ could not be told: " + err.Error()
+		return nil
+	}
+	var files []staging.File
+	for _, x := range identity.Compare(m, want).OnlyB {
+		files = append(files, staging.File{Name: x.Filename, Size: int64(x.Size), Digest: x.Digest})
+	}
+	v.Findings = differing(m, files)
+	return nil
+}
+
+// differing names the shards of m that are not what files of the same name should be, and those that it lacks.
+func differing(m identity.Manifest, files []staging.File) (found []transfer.Finding) {
+	for _, w := range files {
+		if !strings.HasSuffix(w.Name, ".safetensors") || strings.Contains(w.Name, "/") {
+			continue
+		}
+		x := transfer.Finding{Name: w.Name, Code: transfer.FileMissing, WantSize: w.Size, Want: w.Digest}
+		for _, s := range m.Shards {
+			if s.Filename == w.Name {
+				x.GotSize, x.Got, x.Code = int64(s.Size), s.Digest, transfer.FileMismatch
+			}
+		}
+		switch {
+		case x.Code == transfer.FileMissing:
+		case x.Got == w.Digest:
+			continue
+		case x.GotSize < w.Size:
+			x.Code = transfer.FileShort
+		case x.GotSize > w.Size:
+			x.Code = transfer.FileLong
+		}
+		found = append(found, x)
+	}
+	return found
+}
+
+func (v verdict) write(w io.Writer, asJSON bool) error {
+	if asJSON {
+		if v.Findings == nil {
+			v.Findings = []transfer.Finding{}
+		}
+		return json.NewEncoder(w).Encode(v)
+	}
+	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
+	fmt.Fprintf(t, "folder\t%s\n", v.Folder)
+	if v.Against != "" {
+		fmt.Fprintf(t, "against\t%s\n", v.Against)
+	}
+	if !v.Aggregate.IsZero() {
+		fmt.Fprintf(t, "aggregate\t%s\n", v.Aggregate)
+	}
+	switch {
+	case v.Against == "":
+		fmt.Fprintf(t, "shards\t%d, %s\n", v.Files, cli.Bytes(v.Bytes))
+	case v.Match:
+		fmt.Fprintf(t, "state\tverified at %s: %d files, %s\n", time.Now().UTC().Format(time.RFC3339), v.Files, cli.Bytes(v.Bytes))
+	default:
+		fmt.Fprintf(t, "state\tdiffers: %d files match, %d do not\n", v.Files, len(v.Findings))
+	}
+	if v.Note != "" {
+		fmt.Fprintf(t, "note\t%s\n", v.Note)
+	}
+	for _, x := range v.Findings {
+		fmt.Fprintf(t, "differs\t%s\n", x)
+	}
+	return t.Flush()
+}

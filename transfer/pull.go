@@ -1,0 +1,308 @@
+package transfer
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+
+	"github.com/kiln-registry/kiln-registry/api/client"
+	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/transfer/staging"
+)
+
+const defaultJobs = 8
+
+var (
+	// ErrOccupied: the target holds something that was not pulled there, or something else than is asked for now.
+	ErrOccupied = errors.New("the target is occupied")
+	// ErrTarget: a folder can't be put there in one step.
+	ErrTarget = errors.New("no place for a folder")
+)
+
+// SpaceError: the disk does not have room for what is missing.
+type SpaceError struct {
+	Path       string
+	Need, Free int64 // bytes
+}
+
+// Error states both numbers.
+func (e *SpaceError) Error() string {
+	return fmt.Sprintf("%s: needs %d bytes, %d bytes free", e.Path, e.Need, e.Free)
+}
+
+// PullOptions says how to pull. The zero value is ready to use.
+type PullOptions struct {
+	Jobs    int  // files, or parts of a file, received at a time; zero: 8
+	Replace bool // replace whatever folder is at the target; files in it that match are used
+	Repair  bool // the folder at the target has no record; use its files that match and replace those that do not
+	Watch   Watch
+	Staging staging.Options // its Notify is set from Watch if it is nil
+}
+
+// Pulled is what a pull did.
+type Pulled struct {
+	Record   staging.Record
+	Target   string // canonical path of the folder
+	Already  bool   // it was there: nothing was received or changed
+	Received int64  // bytes
+	Resumed  int64  // bytes that an earlier, interrupted pull had received
+	Reused   int    // files that were there already and matched
+}
+
+// Pull makes dir the folder of an artifact: whole and verified, or not at all. What an interrupted pull received is kept
+// beside dir and used by the next one; every byte is hashed once, as it is written. A folder that is there already is
+// left, if it is that of the artifact and was not touched since it was verified. Damage to a folder that was pulled is
+// repaired; any other folder that is not empty is ErrOccupied.
+//
+// The errors are staging.ErrBusy, staging.ErrCollides, staging.ErrLost, ErrOccupied, ErrTarget, *SpaceError and
+// *FetchError. After each of them dir is as it was.
+func Pull(ctx context.Context, c *client.Client, plan Plan, dir string, o PullOptions) (Pulled, error) {
+	if o.Jobs <= 0 {
+		o.Jobs = defaultJobs
+	}
+	if o.Staging.Notify == nil {
+		o.Staging.Notify = func(s string) { o.Watch.tell(Event{Step: Noted, Note: s}) }
+	}
+	target, err := place(dir)
+	if err != nil {
+		return Pulled{}, err
+	}
+	p := &pull{plan: plan, o: o, c: c, done: Pulled{Record: plan.Record, Target: target}}
+	if err := p.look(); err != nil || p.done.Already {
+		return p.done, err
+	}
+	if p.area, err = staging.Open(ctx, target, o.Staging); err != nil {
+		return p.done, err
+	}
+	err = p.run(ctx)
+	return p.done, errors.Join(err, p.area.Close())
+}
+
+// pull is one Pull under way.
+type pull struct {
+	plan     Plan
+	o        PullOptions
+	c        *client.Client
+	area     *staging.Area
+	occupied bool           // there are files at the target
+	may      bool           // they may be replaced
+	extra    []string       // those that are not part of the artifact
+	use      []staging.File // those that may be the ones wanted
+	done     Pulled
+}
+
+// place checks that a folder can be put at dir by a rename.
+func place(dir string) (string, error) {
+	target, err := staging.Target(dir)
+	if err != nil {
+		return "", err
+	}
+	parent := filepath.Dir(target)
+	if parent == target {
+		return "", fmt.Errorf("%w: %s is the root of the filesystem", ErrTarget, target)
+	}
+	fi, err := os.Lstat(target)
+	if errors.Is(err, fs.ErrNotExist) {
+		return target, nil
+	}
+	if err != nil {
+		return "", err
+	}
+	if !fi.IsDir() {
+		return "", fmt.Errorf("%w: %s is a file", ErrTarget, target)
+	}
+	up, err := os.Lstat(parent)
+	if err == nil && staging.StatOf(up).Dev != staging.StatOf(fi).Dev {
+		err = fmt.Errorf("%w: %s is a mount point and can't be renamed; name a folder inside it", ErrTarget, target)
+	}
+	return target, err
+}
+
+// look finds out what is at the target and what may become of it.
+func (p *pull) look() error {
+	there, err := list(p.done.Target)
+	if err != nil || len(there) == 0 {
+		return err
+	}
+	known, err := staging.Known(p.done.Target)
+	if err != nil {
+		return err
+	}
+	ours := known.Complete != nil && known.Complete.Same(p.plan.Record)
+	p.occupied = true
+	p.find(there)
+	if ours && len(p.extra) == 0 && untouched(known.Complete, there) {
+		p.done.Already, p.done.Record = true, *known.Complete
+		return nil
+	}
+	p.may = p.o.Replace || len(p.extra) == 0 && (ours || p.o.Repair)
+	switch {
+	case p.may:
+	case known.Complete != nil && !ours:
+		return fmt.Errorf("%w: %s holds %s@%s", ErrOccupied, p.done.Target, known.Complete.Repository, known.Complete.Manifest)
+	case len(p.extra) > 0:
+		return fmt.Errorf("%w: %s holds files that are not part of the artifact: %s", ErrOccupied, p.done.Target, some(p.extra))
+	case known.Started == nil || !known.Started.Same(p.plan.Record):
+		return p.noRecord()
+	}
+	return nil
+}
+
+// noRecord: a folder may be replaced only if it is known where it came from.
+func (p *pull) noRecord() error {
+	return fmt.Errorf("%w: %s has no record of a pull that ended", ErrOccupied, p.done.Target)
+}
+
+// find sorts what is at the target into what may be used and what is foreign.
+func (p *pull) find(there map[string]fs.FileInfo) {
+	names := map[string]bool{}
+	for _, f := range p.plan.Files {
+		names[f.Name] = true
+		if fi := there[f.Name]; fi != nil && fi.Mode().IsRegular() && fi.Size() == f.Size {
+			p.use = append(p.use, f)
+		}
+	}
+	for name := range there {
+		if !names[name] {
+			p.extra = append(p.extra, name)
+		}
+	}
+	slices.Sort(p.extra)
+}
+
+// list returns what lies below a folder, by name, apart from folders. A folder that does not exist is empty.
+func list(dir string) (map[string]fs.FileInfo, error) {
+	there := map[string]fs.FileInfo{}
+	err := staging.Walk(dir, func(name string, e fs.DirEntry) error {
+		fi, err := e.Info()
+		there[name] = fi
+		return err
+	})
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, nil
+	}
+	return there, err
+}
+
+func untouched(r *staging.Record, there map[string]fs.FileInfo) bool {
+	return !slices.ContainsFunc(r.Files, func(f staging.File) bool {
+		fi := there[f.Name]
+		return fi == nil || f.Stat == nil || staging.StatOf(fi) != *f.Stat
+	})
+}
+
+// some joins a few of many names.
+func some(names []string) string {
+	if more := len(names) - maxNamed; more > 0 {
+		return strings.Join(names[:maxNamed], ", ") + fmt.Sprintf(" and %d more", more)
+	}
+	return strings.Join(names, ", ")
+}
+
+func (p *pull) run(ctx context.Context) error {
+	if err := p.area.Check(p.plan.Record); err != nil {
+		return err
+	}
+	if err := p.area.Begin(p.plan.Record); err != nil {
+		return err
+	}
+	have, err := p.adopt(ctx)
+	if err != nil {
+		return err
+	}
+	switch {
+	case p.done.Reused == len(p.plan.Files) && len(p.extra) == 0:
+		p.done.Already = true
+		p.done.Record, err = p.area.Confirm(p.plan.Record)
+		return err
+	case p.occupied && !p.may:
+		return p.noRecord()
+	}
+	if err := p.fetch(ctx, have); err != nil {
+		return err
+	}
+	if err := p.identity(); err != nil {
+		return err
+	}
+	p.done.Record, err = p.area.Publish(p.plan.Record)
+	return err
+}
+
+// adopt takes the files at the target that match into the area, and returns their digests.
+func (p *pull) adopt(ctx context.Context) (map[identity.Digest]bool, error) {
+	have := map[identity.Digest]bool{}
+	for _, f := range p.use {
+		if err := context.Cause(ctx); err != nil {
+			return nil, err
+		}
+		p.o.Watch.tell(Event{Step: Planned, Phase: PhaseVerify, File: f.Name, Total: f.Size})
+		path := filepath.Join(p.done.Target, filepath.FromSlash(f.Name))
+		ok, err := p.area.Adopt(path, f.Digest, f.Size)
+		if err != nil {
+			return nil, err
+		}
+		if ok {
+			have[f.Digest] = true
+			p.done.Reused++
+		}
+		p.o.Watch.tell(Event{Step: Done, Phase: PhaseVerify, File: f.Name, Total: f.Size})
+	}
+	return have, nil
+}
+
+// fetch receives what is missing, if there is room for it.
+func (p *pull) fetch(ctx context.Context, have map[identity.Digest]bool) error {
+	var files []staging.File
+	var need int64
+	for _, f := range p.plan.Files {
+		if have[f.Digest] {
+			continue
+		}
+		have[f.Digest] = true
+		files = append(files, f)
+		need += p.area.Missing(f.Digest, f.Size)
+	}
+	free, err := p.area.Free()
+	if err != nil {
+		return err
+	}
+	if need > free {
+		return &SpaceError{filepath.Dir(p.done.Target), need, free}
+	}
+	f := &fetcher{c: p.c, repo: p.plan.Repository, area: p.area, jobs: p.o.Jobs, watch: p.o.Watch}
+	err = f.fetch(ctx, files)
+	p.done.Received, p.done.Resumed = f.received.Load(), f.resumed.Load()
+	var failed *FetchError
+	if errors.As(err, &failed) {
+		failed.Total = len(p.plan.Files)
+	}
+	return err
+}
+
+// identity makes sure that the files received are the base that was asked for.
+func (p *pull) identity() error {
+	if p.plan.NoBase != nil {
+		return nil
+	}
+	shards := make([]identity.Shard, 0, len(p.plan.Base.Shards))
+	for _, s := range p.plan.Base.Shards {
+		i, ok := slices.BinarySearchFunc(p.plan.Files, s.Filename, func(f staging.File, name string) int {
+			return cmp.Compare(f.Name, name)
+		})
+		if ok {
+			f := p.plan.Files[i]
+			shards = append(shards, identity.Shard{Filename: f.Name, Size: uint64(f.Size), Digest: f.Digest})
+		}
+	}
+	m, err := identity.New(shards)
+	if err == nil && m.Aggregate != p.plan.Aggregate {
+		err = fmt.Errorf("the files are base %s, not %s: %w", m.Aggregate, p.plan.Aggregate, client.ErrMismatch)
+	}
+	return err
+}

@@ -1,0 +1,409 @@
+package transfer
+
+import (
+	"cmp"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"iter"
+	"maps"
+	"math"
+	"slices"
+	"strings"
+	"unicode/utf8"
+
+	v1 "github.com/opencontainers/image-spec/specs-go/v1"
+
+	"github.com/kiln-registry/kiln-registry/api"
+	"github.com/kiln-registry/kiln-registry/api/client"
+	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/identity/safetensors"
+	"github.com/kiln-registry/kiln-registry/transfer/staging"
+)
+
+const indexName = "model.safetensors.index.json"
+
+// ErrArtifact: a manifest can't be pulled as a folder of files, or what it says breaks a rule.
+var ErrArtifact = errors.New("artifact can't be pulled")
+
+// ErrNoTag: a reference names neither a tag nor a digest.
+var ErrNoTag = errors.New("names neither a tag nor a digest")
+
+// Plan is one artifact of a registry, resolved once: its digest, and the files that it holds.
+type Plan struct {
+	staging.Record
+	Base   identity.Manifest // of its shards, as the descriptors say; zero: it has no base identity
+	NoBase error             // why Base is zero; else nil
+}
+
+// Bytes returns the size of all files.
+func (p Plan) Bytes() (n int64) {
+	for _, f := range p.Files {
+		n += f.Size
+	}
+	return n
+}
+
+// Reference returns the text form that names exactly this artifact.
+func (p Plan) Reference() string {
+	return client.Reference{Host: p.Registry, Repo: p.Repository, Tag: p.Tag, Digest: p.Manifest}.String()
+}
+
+// Resolve finds out which manifest a reference names, now and once, and reads it. ErrNoTag, ErrArtifact,
+// api.ErrManifestUnknown.
+func Resolve(ctx context.Context, c *client.Client, ref client.Reference) (Plan, error) {
+	if ref.Name() == "" {
+		return Plan{}, fmt.Errorf("reference %s: %w", ref, ErrNoTag)
+	}
+	var m client.Manifest
+	err := c.Retry(ctx, ref.String(), func() (err error) {
+		m, err = c.Manifest(ctx, ref.Repo, ref.Name())
+		return err
+	})
+	if err != nil {
+		return Plan{}, fmt.Errorf("resolve %s: %w", ref, err)
+	}
+	p := Plan{Record: staging.Record{Registry: ref.Host, Repository: ref.Repo, Tag: ref.Tag, Manifest: m.Digest}}
+	doc, err := readManifest(m)
+	if err == nil {
+		p.Files, err = filesOf(doc)
+	}
+	if err == nil {
+		if p.NoBase = notBase(doc); p.NoBase == nil {
+			err = p.identify(ctx, c)
+		}
+	}
+	if err != nil {
+		return Plan{}, fmt.Errorf("manifest %s of %s: %w", m.Digest, ref.Repo, err)
+	}
+	return p, nil
+}
+
+// identify selects the shards among the files and takes their identity from the descriptors. Only the index document is
+// read, if there is one.
+func (p *Plan) identify(ctx context.Context, c *client.Client) error {
+	var names []safetensors.Entry
+	byName := map[string]staging.File{}
+	for _, f := range p.Files {
+		byName[f.Name] = f
+		if !strings.Contains(f.Name, "/") {
+			names = append(names, safetensors.Entry{Name: f.Name, Mode: safetensors.Regular, Size: f.Size})
+		}
+	}
+	var fetchErr error
+	sel, err := safetensors.Select(names, func() (b []byte, err error) {
+		b, fetchErr = small(ctx, c, p.Repository, byName[indexName])
+		return b, fetchErr
+	})
+	if fetchErr != nil {
+		return fetchErr
+	}
+	if err != nil {
+		p.NoBase = err
+		return nil
+	}
+	shards := make([]identity.Shard, 0, len(sel.Shards))
+	for _, name := range sel.Shards {
+		f := byName[name]
+		shards = append(shards, identity.Shard{Filename: name, Size: uint64(f.Size), Digest: f.Digest})
+	}
+	if p.Base, err = identity.New(shards); err != nil {
+		p.Base, p.NoBase = identity.Manifest{}, err
+	}
+	p.Aggregate = p.Base.Aggregate
+	return nil
+}
+
+// small fetches a blob that fits memory.
+func small(ctx context.Context, c *client.Client, repo string, f staging.File) (b []byte, err error) {
+	if f.Size > api.MaxIndexDocumentBytes {
+		return nil, fmt.Errorf("%w: %s has %d bytes, more than %d", ErrArtifact, f.Name, f.Size, api.MaxIndexDocumentBytes)
+	}
+	if f.Size == 0 {
+		return nil, nil
+	}
+	err = c.Retry(ctx, f.Name, func() error {
+		rc, err := c.Blob(ctx, repo, f.Digest, 0, f.Size, f.Size)
+		if err != nil {
+			return err
+		}
+		defer rc.Close()
+		b, err = io.ReadAll(rc)
+		return err
+	})
+	if err == nil && identity.Sum(b) != f.Digest {
+		err = &MismatchError{Name: f.Name, Size: f.Size, Want: f.Digest, Got: identity.Sum(b)}
+	}
+	return b, err
+}
+
+func readManifest(m client.Manifest) (v1.Manifest, error) {
+	var doc struct {
+		v1.Manifest
+		Manifests []json.RawMessage `json:"manifests"`
+	}
+	if err := json.Unmarshal(m.Bytes, &doc); err != nil {
+		return doc.Manifest, fmt.Errorf("%w: %w", ErrArtifact, err)
+	}
+	if doc.Manifests != nil {
+		return doc.Manifest, fmt.Errorf("%w: it is an index of %d manifests; name one of them by its digest", ErrArtifact,
+			len(doc.Manifests))
+	}
+	return doc.Manifest, nil
+}
+
+// notBase says why an artifact is no base, if it says so itself: shards in it are then not base weights.
+func notBase(doc v1.Manifest) error {
+	if k := api.Kind(doc.Annotations[api.AnnotationKind]); k != "" && k != api.KindBase {
+		return fmt.Errorf("the artifact is of kind %s", k)
+	}
+	switch doc.ArtifactType {
+	case api.ArtifactTypeAdapter, api.ArtifactTypeCheckpoint, api.ArtifactTypeEval, api.ArtifactTypeReceipt,
+		api.ArtifactTypeStatement:
+		return fmt.Errorf("the artifact is of type %s", doc.ArtifactType)
+	}
+	return nil
+}
+
+// filesOf reads the layers of a manifest as files, in ascending order of name.
+func filesOf(doc v1.Manifest) ([]staging.File, error) {
+	var files []staging.File
+	var total int64
+	for i, l := range doc.Layers {
+		if l.MediaType == v1.MediaTypeEmptyJSON {
+			continue
+		}
+		f, err := fileOf(l)
+		if err != nil {
+			return nil, fmt.Errorf("%w: layer %d: %w", ErrArtifact, i, err)
+		}
+		if total > math.MaxInt64-f.Size {
+			return nil, fmt.Errorf("%w: the sizes of its layers add up to more than %d bytes", ErrArtifact, int64(math.MaxInt64))
+		}
+		total += f.Size
+		files = append(files, f)
+	}
+	if len(files) == 0 {
+		return nil, fmt.Errorf("%w: it holds no files", ErrArtifact)
+	}
+	slices.SortFunc(files, func(a, b staging.File) int { return cmp.Compare(a.Name, b.Name) })
+	return files, unambiguous(files)
+}
+
+func fileOf(l v1.Descriptor) (f staging.File, err error) {
+	f.Size = l.Size
+	if f.Digest, err = identity.ParseDigest(string(l.Digest)); err != nil {
+		return f, err
+	}
+	if f.Size < 0 {
+		return f, fmt.Errorf("%d bytes", f.Size)
+	}
+	title, path := l.Annotations[v1.AnnotationTitle], l.Annotations[api.AnnotationFilepath]
+	if title != "" && path != "" && title != path {
+		return f, fmt.Errorf("it has two names, %q and %q", path, title)
+	}
+	f.Name = cmp.Or(path, title, l.Annotations[api.AnnotationCNAIPath])
+	if why := packed(l, f.Name); why != "" {
+		return f, fmt.Errorf("%s; only layers that are one raw file each can be pulled", why)
+	}
+	if err := checkName(f.Name); err != nil {
+		return f, err
+	}
+	return f, nil
+}
+
+// packed says why a layer is an archive and not a file, or returns nothing. oras labels raw files as tar and marks the
+// folders that it packed.
+func packed(l v1.Descriptor, name string) string {
+	_, suffix, _ := strings.Cut(l.MediaType, "+")
+	switch t := l.MediaType; {
+	case l.Annotations[api.AnnotationOrasUnpack] == "true":
+		return fmt.Sprintf("%q is a packed folder", name)
+	case suffix == "gzip" || suffix == "zstd" || strings.HasSuffix(t, ".gzip"):
+		return fmt.Sprintf("type %s is compressed", t)
+	case strings.HasPrefix(t, "application/vnd.kitops."):
+		return fmt.Sprintf("type %s is an archive", t)
+	case strings.HasSuffix(t, ".tar") && (t != v1.MediaTypeImageLayer || name == ""):
+		return fmt.Sprintf("type %s is a tar archive", t)
+	case name == "":
+		return fmt.Sprintf("type %s names no file", t)
+	}
+	return ""
+}
+
+// checkName refuses what could leave the folder or mean another file on some system.
+func checkName(name string) error {
+	bad := ""
+	switch {
+	case len(name) > identity.MaxFilename:
+		bad = fmt.Sprintf("is longer than %d bytes", identity.MaxFilename)
+	case !utf8.ValidString(name):
+		bad = "is no UTF-8"
+	case strings.HasPrefix(name, "/"):
+		bad = "is absolute"
+	case strings.Contains(name, `\`):
+		bad = "has a backslash"
+	case strings.ContainsFunc(name, func(r rune) bool { return r < ' ' || r == 0x7f }):
+		bad = "has a control character"
+	}
+	for part := range strings.SplitSeq(name, "/") {
+		if part == "" || part == "." || part == ".." {
+			bad = cmp.Or(bad, fmt.Sprintf("has %q as a component", part))
+		}
+	}
+	if bad != "" {
+		return fmt.Errorf("file name %.300q %s", name, bad)
+	}
+	return nil
+}
+
+// unambiguous refuses sorted files that can't lie in one folder.
+func unambiguous(files []staging.File) error {
+	folders := map[string]bool{}
+	for _, f := range files {
+		for i, c := range f.Name {
+			if c == '/' {
+				folders[f.Name[:i]] = true
+			}
+		}
+	}
+	for i, f := range files {
+		if i > 0 && f.Name == files[i-1].Name {
+			return fmt.Errorf("%w: two files are called %q", ErrArtifact, f.Name)
+		}
+		if folders[f.Name] {
+			return fmt.Errorf("%w: %q is a file and a folder", ErrArtifact, f.Name)
+		}
+	}
+	return nil
+}
+
+// maxCompared bounds the manifests that are fetched only to tell packagings apart.
+const maxCompared = 8
+
+// PackagingsError says that one base comes in several packagings, and how they differ. It lists at most a few of them.
+type PackagingsError struct {
+	Aggregate   identity.Aggregate
+	Plans       []Plan // one of each packaging
+	More        int    // packagings that are not listed
+	Differences []FileDifference
+}
+
+// FileDifference is a file that is not the same in all packagings. Digests goes with PackagingsError.Plans; a zero digest
+// means that the packaging lacks the file.
+type FileDifference struct {
+	Name    string
+	Digests []identity.Digest
+}
+
+// Error names the files.
+func (e *PackagingsError) Error() string {
+	var names []string
+	for _, d := range e.Differences {
+		names = append(names, d.Name)
+	}
+	return fmt.Sprintf("base %s comes in %d packagings that differ in %s", e.Aggregate, len(e.Plans)+e.More,
+		strings.Join(names, ", "))
+}
+
+// ResolveAggregate finds an artifact that holds the base with an aggregate: the newest one that the caller may pull, in
+// one repository or, if repo is empty, in any. Where the choice would decide about more than weights, it is a
+// *PackagingsError. A base that is not there is api.ErrAggregateUnknown.
+func ResolveAggregate(ctx context.Context, c *client.Client, a identity.Aggregate, repo string) (Plan, error) {
+	held, err := newest(ctx, c, a, repo)
+	if err != nil {
+		return Plan{}, fmt.Errorf("resolve base %s: %w", a, err)
+	}
+	if len(held) == 0 {
+		return Plan{}, fmt.Errorf("resolve base %s in repository %q: %w", a, repo, api.ErrAggregateUnknown)
+	}
+	e := &PackagingsError{Aggregate: a, More: max(0, len(held)-maxCompared)}
+	for _, h := range held[:len(held)-e.More] {
+		p, err := resolveHeld(ctx, c, a, h)
+		if err != nil {
+			return Plan{}, err
+		}
+		e.Plans = append(e.Plans, p)
+	}
+	if e.Differences = differences(e.Plans); len(e.Differences) > 0 || e.More > 0 {
+		return Plan{}, e
+	}
+	return e.Plans[0], nil
+}
+
+// Pages yields what a registry says about a base, page by page.
+func Pages(ctx context.Context, c *client.Client, a identity.Aggregate) iter.Seq2[api.Base, error] {
+	return func(yield func(api.Base, error) bool) {
+		for after := ""; ; {
+			var page api.Base
+			err := c.Retry(ctx, a.String(), func() (err error) {
+				page, err = c.BasePage(ctx, a, after, 0)
+				return err
+			})
+			if err == nil && page.Next != "" && page.Next == after {
+				err = fmt.Errorf("%s: the listing does not go on after %q", c.Host(), after)
+			}
+			if !yield(page, err) || err != nil || page.Next == "" {
+				return
+			}
+			after = page.Next
+		}
+	}
+}
+
+// newest returns the newest manifest of each packaging, newest first.
+func newest(ctx context.Context, c *client.Client, a identity.Aggregate, repo string) ([]api.Held, error) {
+	best := map[identity.Digest]api.Held{}
+	for page, err := range Pages(ctx, c, a) {
+		if err != nil {
+			return nil, err
+		}
+		for _, p := range page.Packagings {
+			for _, h := range p.Manifests {
+				if b, ok := best[p.ID]; (repo == "" || h.Repository == repo) && (!ok || h.Created.After(b.Created)) {
+					best[p.ID] = h
+				}
+			}
+		}
+	}
+	return slices.SortedFunc(maps.Values(best), func(a, b api.Held) int {
+		return cmp.Or(b.Created.Compare(a.Created), cmp.Compare(a.Repository, b.Repository), a.Digest.Compare(b.Digest))
+	}), nil
+}
+
+func resolveHeld(ctx context.Context, c *client.Client, a identity.Aggregate, h api.Held) (Plan, error) {
+	p, err := Resolve(ctx, c, client.Reference{Host: c.Host(), Repo: h.Repository, Digest: h.Digest})
+	if err != nil {
+		return Plan{}, err
+	}
+	if p.Aggregate != a {
+		return Plan{}, fmt.Errorf("%w: the registry says that %s holds base %s, its layers say %s", ErrArtifact, p.Reference(), a,
+			p.Aggregate)
+	}
+	return p, nil
+}
+
+// differences lists the files, apart from shards, that are not the same in all plans.
+func differences(plans []Plan) (diffs []FileDifference) {
+	byName := map[string][]identity.Digest{}
+	for i, p := range plans {
+		for _, f := range p.Files {
+			if slices.ContainsFunc(p.Base.Shards, func(s identity.Shard) bool { return s.Filename == f.Name }) {
+				continue
+			}
+			if byName[f.Name] == nil {
+				byName[f.Name] = make([]identity.Digest, len(plans))
+			}
+			byName[f.Name][i] = f.Digest
+		}
+	}
+	for name, ds := range byName {
+		if slices.ContainsFunc(ds, func(d identity.Digest) bool { return d != ds[0] }) {
+			diffs = append(diffs, FileDifference{name, ds})
+		}
+	}
+	slices.SortFunc(diffs, func(a, b FileDifference) int { return cmp.Compare(a.Name, b.Name) })
+	return diffs
+}
