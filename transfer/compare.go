@@ -358,8 +358,11 @@ func differing(a, b map[string]tensor) string {
 	}
 	slices.Sort(names)
 	s := fmt.Sprintf("%d tensors differ: %.200q", len(names), names[:min(most, len(names))])
-	if len(names) > most {
+	switch {
+	case len(names) > most:
 		s += " and more"
+	case len(names) == 1:
+		s = fmt.Sprintf("1 tensor differs: %.200q", names[0])
 	}
 	return s
 }

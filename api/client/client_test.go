@@ -66,6 +66,7 @@ func TestParseReference(t *testing.T) {
 		"", "/", "a", "team/model:v1", "localhost", "localhost/", "localhost/A", "localhost/a:", "localhost/a:b:c", ":5000/a",
 		"localhost:/a", "localhost/a//b", "localhost/a/../b", "localhost/a@", "localhost/a@sha256:ab", "http://localhost/a",
 		"localhost/a@sha512:" + strings.Repeat("ab", 64), "localhost/" + strings.Repeat("a", 256), "localhost/a b", "a.b?c/d",
+		"localhost/a@sha256:" + strings.Repeat("0", 64),
 	} {
 		if r, err := ParseReference(s); err == nil {
 			t.Errorf("%q was read as %+v", s, r)

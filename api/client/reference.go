@@ -31,6 +31,9 @@ func ParseReference(s string) (Reference, error) {
 		if err != nil {
 			return bad("%v", err)
 		}
+		if d.IsZero() {
+			return bad("no manifest has a digest of zeros")
+		}
 		r.Digest = d
 	}
 	host, rest, ok := strings.Cut(rest, "/")

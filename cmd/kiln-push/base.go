@@ -44,10 +44,11 @@ func baseCommand() *cobra.Command {
 				FollowLinks: r.follow, Snapshot: r.snapshot, AllowIncompleteFamily: incomplete, Annotations: given(about),
 				Watch: show.Watch,
 			})
-			show.Close()
 			if err != nil {
+				show.Abandon()
 				return explainPush(err)
 			}
+			show.Close()
 			warn(cmd.ErrOrStderr(), pushed.Warnings)
 			return printPushed(cmd.OutOrStdout(), pushed, flags.JSON)
 		},

@@ -31,10 +31,11 @@ func compareCommand() *cobra.Command {
 		RunE: func(cmd *cobra.Command, args []string) error {
 			show := progress.New(cli.Flags{Quiet: flags.Quiet || flags.JSON}, io.Discard, cmd.ErrOrStderr())
 			c, err := compare(cmd.Context(), args[0], args[1], &flags, folder.Options{FollowLinks: follow}, show)
-			show.Close()
 			if err != nil {
+				show.Abandon()
 				return cli.Exit(cli.CodeUsage, explain(err))
 			}
+			show.Close()
 			return printComparison(cmd.OutOrStdout(), c, flags.JSON)
 		},
 	}

@@ -29,10 +29,11 @@ func identifyCommand() *cobra.Command {
 			show := progress.New(cli.Flags{Quiet: quiet}, io.Discard, cmd.ErrOrStderr())
 			o := folder.Options{FollowLinks: r.follow, AnyDType: anyDType}
 			sum, err := identify(cmd.Context(), args[0], o, r.snapshot, show.Watch)
-			show.Close()
 			if err != nil {
+				show.Abandon()
 				return err
 			}
+			show.Close()
 			warn(cmd.ErrOrStderr(), sum.Warnings)
 			if manifest || asJSON {
 				return printManifest(cmd.OutOrStdout(), sum.Manifest)

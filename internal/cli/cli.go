@@ -25,6 +25,7 @@ const (
 	CodeBadInput    = 5  // the data is refused by a rule of selection or format
 	CodeUnreachable = 6  // the server can't be reached, or failed after all tries
 	CodeDisk        = 7  // the local disk is full, or forbids it
+	CodeDevice      = 8  // no such device in this build, it has too little memory, or it failed
 	CodeTryAgain    = 75 // interrupted or busy: the same command resumes. EX_TEMPFAIL of sysexits.h
 )
 
@@ -124,6 +125,7 @@ func Execute(ctx context.Context, root *cobra.Command, args []string, stdout, st
 	if root.HasSubCommands() && !root.Runnable() {
 		root.Args = nil // cobra's own rule is the one that knows an unknown command
 	}
+	root.SetFlagErrorFunc(flagError)
 	root.SetArgs(args)
 	root.SetOut(stdout)
 	root.SetErr(stderr)

@@ -68,7 +68,7 @@ func answerCode(err error) int {
 		return CodeDenied
 	case status == http.StatusNotFound:
 		return CodeNotFound
-	case status == http.StatusTooManyRequests, status >= 500:
+	case status == http.StatusTooManyRequests, status >= 500, status < 400: // a page with 200 is no registry either
 		return CodeUnreachable
 	}
 	return CodeBadInput

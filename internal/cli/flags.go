@@ -55,10 +55,18 @@ func (f *Flags) Client(host string, notes func(string)) (*client.Client, error) 
 // refusedToken is the value of a flag that exists to say why it does not.
 type refusedToken struct{}
 
-func (refusedToken) String() string { return "" }
-func (refusedToken) Type() string   { return "string" }
-func (refusedToken) Set(string) error {
-	return errors.New("a token on the command line can be read by everybody on this machine; use --token-file or KILN_TOKEN")
+func (refusedToken) String() string   { return "" }
+func (refusedToken) Type() string     { return "string" }
+func (refusedToken) Set(string) error { return errToken }
+
+var errToken = errors.New("a token on the command line can be read by everybody on this machine; use --token-file or KILN_TOKEN")
+
+// flagError keeps the value of a flag that was refused out of the message, where it is a token.
+func flagError(_ *cobra.Command, err error) error {
+	if errors.Is(err, errToken) {
+		return errToken
+	}
+	return err
 }
 
 // Version returns the version that the binary was built from.

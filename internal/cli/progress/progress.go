@@ -125,7 +125,12 @@ func (s *Show) draw(p *phase) {
 }
 
 // Close ends the bars and, where there are none and no program reads, writes one line per phase.
-func (s *Show) Close() {
+func (s *Show) Close() { s.end(true) }
+
+// Abandon ends the bars of a command that failed, and writes nothing more.
+func (s *Show) Abandon() { s.end(false) }
+
+func (s *Show) end(summary bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.bars != nil {
@@ -137,7 +142,7 @@ func (s *Show) Close() {
 		s.bars.Wait()
 		return
 	}
-	if s.json != nil || s.quiet {
+	if !summary || s.json != nil || s.quiet {
 		return
 	}
 	for _, p := range s.phases {

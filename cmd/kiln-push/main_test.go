@@ -1,0 +1,210 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+
+	"github.com/rogpeppe/go-internal/testscript"
+
+	"github.com/kiln-registry/kiln-registry/blobstore/fsstore"
+	"github.com/kiln-registry/kiln-registry/index"
+	"github.com/kiln-registry/kiln-registry/index/memkv"
+	"github.com/kiln-registry/kiln-registry/internal/cli"
+	"github.com/kiln-registry/kiln-registry/internal/testenv"
+	"github.com/kiln-registry/kiln-registry/registry"
+	"github.com/kiln-registry/kiln-registry/registry/access"
+)
+
+func TestMain(m *testing.M) { testscript.Main(m, map[string]func(){"kiln-push": main}) }
+
+// TestScripts runs one script per promise. Each has a registry of its own at $REGISTRY, and servers that deny everything
+// at $DENIED, answer with a page at $PAGE, and serve a resident model at $RESIDENT.
+func TestScripts(t *testing.T) {
+	testscript.Run(t, testscript.Params{
+		Dir:  "testdata",
+		Cmds: map[string]func(*testscript.TestScript, bool, []string){"exits": exits, "shard": makeShard, "serving": serving},
+		Setup: func(e *testscript.Env) error {
+			reg, err := newRegistry(filepath.Join(e.WorkDir, ".registry"), e.Defer)
+			if err != nil {
+				return err
+			}
+			e.Setenv("HOME", filepath.Join(e.WorkDir, ".home"))
+			for name, h := range map[string]http.Handler{
+				"REGISTRY": reg,
+				"DENIED":   http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(http.StatusUnauthorized) }),
+				"PAGE": http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+					w.Header().Set("Content-Type", "text/html")
+					fmt.Fprint(w, "<html>log in</html>")
+				}),
+				"RESIDENT": http.FileServer(http.Dir(filepath.Join(e.WorkDir, "resident"))),
+			} {
+				srv := httptest.NewServer(h)
+				e.Defer(srv.Close)
+				e.Setenv(name, strings.TrimPrefix(srv.URL, "http://"))
+			}
+			return nil
+		},
+	})
+}
+
+func newRegistry(dir string, later func(func())) (http.Handler, error) {
+	if err := os.MkdirAll(dir, 0o755); err != nil {
+		return nil, err
+	}
+	// A process that another script starts just now would inherit the lock of Init, until it has become its program.
+	syscall.ForkLock.RLock()
+	err := fsstore.Init(dir)
+	syscall.ForkLock.RUnlock()
+	if err != nil {
+		return nil, err
+	}
+	store, err := fsstore.Open(dir, fsstore.Options{})
+	if err != nil {
+		return nil, err
+	}
+	later(func() { store.Close() })
+	kv, err := new(memkv.Disk).Open(1)
+	if err != nil {
+		return nil, err
+	}
+	ix, err := index.New(context.Background(), kv)
+	if err != nil {
+		return nil, err
+	}
+	later(func() { ix.Close() })
+	r, err := registry.New(registry.Config{
+		Store: store, Refs: store, Uploads: store, Index: ix, Access: access.Open(), Log: slog.New(slog.DiscardHandler),
+	})
+	if err != nil {
+		return nil, err
+	}
+	return r, r.Replay(context.Background())
+}
+
+// exits runs a command that must end with the code given: exits CODE COMMAND ARG...
+func exits(ts *testscript.TestScript, _ bool, args []string) {
+	want, err := strconv.Atoi(args[0])
+	ts.Check(err)
+	err = ts.Exec(args[1], args[2:]...)
+	got := 0
+	var x *exec.ExitError
+	if errors.As(err, &x) {
+		got = x.ExitCode()
+	} else {
+		ts.Check(err)
+	}
+	if got != want {
+		ts.Fatalf("%v ended with %d, want %d", args[1:], got, want)
+	}
+	if strings.Contains(ts.ReadFile("stderr"), "goroutine ") {
+		ts.Fatalf("%v wrote a stack trace", args[1:])
+	}
+}
+
+// makeShard writes a valid file with one tensor: shard FILE NAME CONTENT [METADATA]
+func makeShard(ts *testscript.TestScript, _ bool, args []string) {
+	meta := ""
+	if len(args) > 3 {
+		meta = `"__metadata__":{"note":"` + args[3] + `"},`
+	}
+	n := len(args[2])
+	header := fmt.Sprintf(`{%s%q:{"dtype":"U8","shape":[%d],"data_offsets":[0,%d]}}`, meta, args[1], n, n)
+	b := append([]byte{byte(len(header)), 0, 0, 0, 0, 0, 0, 0}, header...)
+	path := ts.MkAbs(args[0])
+	ts.Check(os.MkdirAll(filepath.Dir(path), 0o755))
+	ts.Check(os.WriteFile(path, append(b, args[2]...), 0o644))
+}
+
+// serving writes what a resident model answers: serving MANIFEST|none
+func serving(ts *testscript.TestScript, _ bool, args []string) {
+	answer := map[string]any{"status": "ok", "role": "resident", "base_weight_identity": nil, "checks": []any{}}
+	if args[0] != "none" {
+		var m struct {
+			Type      string            `json:"manifest_type"`
+			Algorithm string            `json:"aggregate_algorithm"`
+			Aggregate string            `json:"aggregate_sha256"`
+			Total     int64             `json:"total_size_bytes"`
+			Shards    []json.RawMessage `json:"shards"`
+		}
+		ts.Check(json.Unmarshal([]byte(ts.ReadFile(args[0])), &m))
+		answer["base_weight_identity"] = map[string]any{
+			"manifest_type": m.Type, "aggregate_algorithm": m.Algorithm, "aggregate_sha256": m.Aggregate,
+			"total_size_bytes": m.Total, "shard_count": len(m.Shards),
+		}
+	}
+	b, err := json.Marshal(answer)
+	ts.Check(err)
+	ts.Check(os.MkdirAll(ts.MkAbs("resident"), 0o755))
+	ts.Check(os.WriteFile(ts.MkAbs("resident/health"), b, 0o644))
+}
+
+// rules are the names that the reader of shard manifests has for the conditions of the cases.
+var rules = map[string]string{
+	"unknown_field": "no-unknown-fields", "unsorted": "sorted-unique", "duplicate_filename": "sorted-unique", "zero_size": "nonzero-size",
+	"total_mismatch": "total", "aggregate_mismatch": "aggregate", "no_shards": "shard-count", "too_many_shards": "shard-count",
+	"trailing_data": "no-trailing-data", "bad_version": "schema-version", "bad_type": "type", "not_portable_name": "filename",
+	"bad_digest": "digest-form",
+}
+
+// TestFieldCases runs the command on every folder and manifest of the shared cases.
+func TestFieldCases(t *testing.T) {
+	dir := testenv.FieldCases(t)
+	b, err := os.ReadFile(filepath.Join(dir, "expected.json"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	var all map[string]struct{ Kind, Verdict, Code, Aggregate string }
+	if err := json.Unmarshal(b, &all); err != nil {
+		t.Fatal(err)
+	}
+	ran := 0
+	for id, want := range all {
+		path, args, refused := filepath.Join(dir, id), []string(nil), cli.CodeBadInput
+		switch {
+		case want.Kind == "dir" || want.Kind == "st":
+			if id == "ID-15" {
+				path = filepath.Join(path, "snapshots", "rev0")
+			}
+			args = []string{"identify", path}
+		case want.Kind == "manifest":
+			if want.Verdict == "reject" {
+				want.Code = rules[want.Code]
+			}
+			args, refused = []string{"compare", filepath.Join(path, "manifest.json"), filepath.Join(path, "manifest.json")}, cli.CodeUsage
+		default:
+			continue
+		}
+		ran++
+		var stdout, stderr bytes.Buffer
+		code := cli.Report(&stderr, run(t.Context(), args, &stdout, &stderr))
+		first, _, _ := strings.Cut(stdout.String(), "\n")
+		switch said := stderr.String(); {
+		case want.Verdict == "reject":
+			// An empty file is refused as an empty shard before its header could be too short.
+			known := want.Code != "" && strings.Contains(said, "("+want.Code+")") || id == "ST-01" && strings.Contains(said, "empty_shard")
+			if code != refused || stdout.Len() > 0 || !strings.HasPrefix(said, "error: ") || !known {
+				t.Errorf("%s: exit code %d, %q, %q; want %s", id, code, stdout.String(), said, want.Code)
+			}
+		case code != cli.CodeOK, want.Kind == "dir" && first != want.Aggregate:
+			t.Errorf("%s: exit code %d, %q, %q; want %s", id, code, first, said, want.Aggregate)
+		case want.Verdict == "warn" && !(strings.Contains(said, "warning: ") && strings.Contains(said, want.Code)):
+			t.Errorf("%s: said %q, want a warning of %s", id, said, want.Code)
+		}
+	}
+	if ran < 65 {
+		t.Errorf("only %d cases ran", ran)
+	}
+}
