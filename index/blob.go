@@ -97,7 +97,7 @@ func (ix *Index) Holders(ctx context.Context, d identity.Digest, now time.Time) 
 			if visible {
 				p.add(next, len(next))
 			}
-			repo = append([]byte(next), 0)
+			repo = after(key(nil).text(next))
 		}
 	})
 }

@@ -16,6 +16,7 @@ const seqBlock = 64
 // What it returns is the caller's to keep and change.
 type Index struct {
 	kv       KV
+	limits   limits
 	mu       sync.Mutex // guards counters
 	counters map[string]*counter
 }
@@ -31,7 +32,7 @@ type counter struct {
 // New opens the index in kv, and makes an empty one if kv is empty. It finishes a Reset that was interrupted. Closing
 // the Index closes kv; after an error kv is still open. ErrDamaged.
 func New(ctx context.Context, kv KV) (*Index, error) {
-	ix := &Index{kv: kv, counters: make(map[string]*counter)}
+	ix := &Index{kv: kv, limits: defaultLimits, counters: make(map[string]*counter)}
 	resetting := false
 	err := kv.View(ctx, func(x Txn) (err error) {
 		resetting, err = tx{x}.has(stateKey(stateReset))

@@ -87,19 +87,22 @@ func (t tx) walk(from, to []byte, visit func(k, v []byte) ([]byte, error)) error
 	return nil
 }
 
-// Limits of one page of a listing, which is read in one transaction: rows, bytes of their values, and keys visited.
-const (
-	pageRows  = 256
-	pageBytes = 1 << 20
-	pageSteps = 4096
-)
+// limits bound one page of a listing, which is read in one transaction.
+type limits struct {
+	rows  int // items
+	bytes int // of their values
+	steps int // keys visited
+}
+
+var defaultLimits = limits{rows: 256, bytes: 1 << 20, steps: 4096}
 
 // page collects the items of one transaction.
 type page[T any] struct {
-	items []T
-	bytes int
-	steps int
-	next  []byte // where the next page starts; nil: there is none
+	limits limits
+	items  []T
+	bytes  int
+	steps  int
+	next   []byte // where the next page starts; nil: there is none
 }
 
 func (p *page[T]) add(item T, size int) {
@@ -109,7 +112,7 @@ func (p *page[T]) add(item T, size int) {
 
 // step counts a visited key; when the page is full it makes k the start of the next one and returns errStop.
 func (p *page[T]) step(k []byte) error {
-	if len(p.items) >= pageRows || p.bytes >= pageBytes || p.steps >= pageSteps {
+	if len(p.items) >= p.limits.rows || p.bytes >= p.limits.bytes || p.steps >= p.limits.steps {
 		p.next = bytes.Clone(k)
 		return errStop
 	}
@@ -123,7 +126,7 @@ func paged[T any](ctx context.Context, ix *Index, from []byte, read func(t tx, f
 		for at := from; at != nil; {
 			var p page[T]
 			err := ix.view(ctx, func(t tx) error {
-				p = page[T]{}
+				p = page[T]{limits: ix.limits}
 				return read(t, at, &p)
 			})
 			if err != nil {

@@ -1,0 +1,246 @@
+package index_test
+
+import (
+	"cmp"
+	"errors"
+	"maps"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/kiln-registry/kiln-registry/api"
+	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/index"
+)
+
+// model is what an index must answer, computed in the plainest way: it keeps the last change of every name, and every
+// question walks all of them.
+type model struct {
+	puts       map[name]index.PutManifest
+	gone       map[name]uint64 // last delete of a manifest
+	tags       map[tagName]tagChange
+	leases     map[name]time.Time
+	uploads    map[string]index.Upload
+	checkpoint uint64
+}
+
+type name struct {
+	repo   string
+	digest identity.Digest
+}
+
+type tagName struct{ repo, tag string }
+
+type tagChange struct {
+	seq    uint64
+	digest identity.Digest // zero: deleted
+}
+
+func newModel() *model {
+	return &model{
+		puts: map[name]index.PutManifest{}, gone: map[name]uint64{}, tags: map[tagName]tagChange{},
+		leases: map[name]time.Time{}, uploads: map[string]index.Upload{},
+	}
+}
+
+func (m *model) clone() *model {
+	return &model{maps.Clone(m.puts), maps.Clone(m.gone), maps.Clone(m.tags), maps.Clone(m.leases), maps.Clone(m.uploads), m.checkpoint}
+}
+
+// apply makes changes, all or none.
+func (m *model) apply(ops ...index.Op) error {
+	next := m.clone()
+	for _, o := range ops {
+		if err := next.one(o); err != nil {
+			return err
+		}
+	}
+	*m = *next
+	return nil
+}
+
+func (m *model) one(op index.Op) error {
+	switch o := op.(type) {
+	case index.PutManifest:
+		if k := (name{o.Repo, o.Digest}); o.Seq > m.puts[k].Seq {
+			m.puts[k] = o
+		}
+	case index.DeleteManifest:
+		k := name{o.Repo, o.Digest}
+		m.gone[k] = max(m.gone[k], o.Seq)
+	case index.PutTag:
+		m.setTag(tagName{o.Repo, o.Tag}, tagChange{o.Seq, o.Digest})
+	case index.DeleteTag:
+		m.setTag(tagName{o.Repo, o.Tag}, tagChange{o.Seq, identity.Digest{}})
+	case index.LinkBlob:
+		if k := (name{o.Repo, o.Digest}); m.leases[k].Before(o.Until) {
+			m.leases[k] = o.Until
+		}
+	case index.UnlinkBlob:
+		if m.referred(o.Repo, o.Digest) {
+			return index.ErrReferred
+		}
+		delete(m.leases, name{o.Repo, o.Digest})
+	case index.PutUpload:
+		m.uploads[o.ID] = o.Upload
+	case index.DeleteUpload:
+		delete(m.uploads, o.ID)
+	case index.Checkpoint:
+		m.checkpoint = max(m.checkpoint, o.Position)
+	default:
+		return errors.New("the model knows no such op")
+	}
+	return nil
+}
+
+func (m *model) setTag(k tagName, c tagChange) {
+	if c.seq > m.tags[k].seq {
+		m.tags[k] = c
+	}
+}
+
+func (m *model) manifest(repo string, d identity.Digest) (index.PutManifest, bool) {
+	p, ok := m.puts[name{repo, d}]
+	if !ok || p.Seq <= m.gone[name{repo, d}] {
+		return index.PutManifest{}, false
+	}
+	return p, true
+}
+
+func (m *model) tag(repo, tag string) (identity.Digest, bool) {
+	c := m.tags[tagName{repo, tag}]
+	return c.digest, !c.digest.IsZero() && c.seq > m.gone[name{repo, c.digest}]
+}
+
+func (m *model) resolve(repo, ref string) (index.PutManifest, bool) {
+	d, err := identity.ParseDigest(ref)
+	if err != nil {
+		to, ok := m.tag(repo, ref)
+		if !ok {
+			return index.PutManifest{}, false
+		}
+		d = to
+	}
+	return m.manifest(repo, d)
+}
+
+// live returns the manifests that are held, in order of repository and digest.
+func (m *model) live() (held []index.PutManifest) {
+	for k := range m.puts {
+		if p, ok := m.manifest(k.repo, k.digest); ok {
+			held = append(held, p)
+		}
+	}
+	slices.SortFunc(held, func(a, b index.PutManifest) int {
+		return cmp.Or(cmp.Compare(a.Repo, b.Repo), a.Digest.Compare(b.Digest))
+	})
+	return held
+}
+
+func (m *model) find(q index.Query) (found []index.Record) {
+	for _, p := range m.live() {
+		ok := q.Repo == "" || p.Repo == q.Repo
+		ok = ok && (q.Aggregate.IsZero() || p.Aggregate == q.Aggregate) && (q.Kind == "" || p.Kind == q.Kind)
+		ok = ok && (q.Subject.IsZero() || p.Subject == q.Subject) && (q.ArtifactType == "" || p.ArtifactType == q.ArtifactType)
+		if ok && (q.See == nil || q.See(p.Repo)) {
+			found = append(found, p.Record)
+		}
+	}
+	slices.SortFunc(found, func(a, b index.Record) int {
+		first := 0
+		if !q.Aggregate.IsZero() {
+			first = cmp.Compare(a.Kind, b.Kind)
+		} else if !q.Subject.IsZero() {
+			first = identity.Sum([]byte(a.ArtifactType)).Compare(identity.Sum([]byte(b.ArtifactType)))
+		}
+		return cmp.Or(first, cmp.Compare(a.Repo, b.Repo), b.Created.Compare(a.Created), a.Digest.Compare(b.Digest))
+	})
+	return found
+}
+
+func (m *model) bases(last identity.Aggregate, see func(string) bool) (found []index.Record) {
+	newest := map[identity.Aggregate]index.Record{}
+	for _, p := range m.live() {
+		best, ok := newest[p.Aggregate]
+		if p.Kind == api.KindBase && !p.Aggregate.IsZero() && string(p.Aggregate[:]) > string(last[:]) && see(p.Repo) &&
+			(!ok || p.Created.After(best.Created) || p.Created.Equal(best.Created) && p.Repo == best.Repo && p.Digest.Compare(best.Digest) < 0) {
+			newest[p.Aggregate] = p.Record
+		}
+	}
+	found = slices.Collect(maps.Values(newest))
+	slices.SortFunc(found, func(a, b index.Record) int { return strings.Compare(string(a.Aggregate[:]), string(b.Aggregate[:])) })
+	return found
+}
+
+func (m *model) tagsOf(repo string, d identity.Digest) (tags []string) {
+	for k := range m.tags {
+		if to, ok := m.tag(k.repo, k.tag); ok && k.repo == repo && to == d {
+			tags = append(tags, k.tag)
+		}
+	}
+	slices.Sort(tags)
+	return tags
+}
+
+func (m *model) tagsAfter(repo, last string) (tags []string) {
+	for k := range m.tags {
+		if _, ok := m.tag(k.repo, k.tag); ok && k.repo == repo && k.tag > last {
+			tags = append(tags, k.tag)
+		}
+	}
+	slices.Sort(tags)
+	return tags
+}
+
+func (m *model) repos(last string) (repos []string) {
+	for _, p := range m.live() {
+		if p.Repo > last {
+			repos = append(repos, p.Repo)
+		}
+	}
+	return slices.Compact(repos)
+}
+
+func (m *model) referred(repo string, d identity.Digest) bool {
+	return slices.ContainsFunc(m.live(), func(p index.PutManifest) bool { return p.Repo == repo && slices.Contains(p.Refers, d) })
+}
+
+func (m *model) visible(repo string, d identity.Digest, now time.Time) bool {
+	return m.referred(repo, d) || m.leases[name{repo, d}].After(now)
+}
+
+func (m *model) expired(now time.Time) (expired []index.Upload) {
+	for _, u := range m.uploads {
+		if !u.Expires.After(now) {
+			expired = append(expired, u)
+		}
+	}
+	slices.SortFunc(expired, func(a, b index.Upload) int { return cmp.Or(a.Expires.Compare(b.Expires), cmp.Compare(a.ID, b.ID)) })
+	return expired
+}
+
+func (m *model) purge(now time.Time) int {
+	before := len(m.leases)
+	maps.DeleteFunc(m.leases, func(_ name, until time.Time) bool { return !until.After(now) })
+	return before - len(m.leases)
+}
+
+func (m *model) export() (rows []index.Row) {
+	for _, p := range m.live() {
+		refers := slices.Clone(p.Refers)
+		slices.SortFunc(refers, identity.Digest.Compare)
+		rows = append(rows, index.Row{
+			Type: "manifest", Repository: p.Repo, Digest: p.Digest, Seq: p.Seq, Created: p.Created, MediaType: p.MediaType,
+			Size: p.Size, ArtifactType: p.ArtifactType, Kind: p.Kind, State: p.State, Evidence: p.Evidence,
+			Aggregate: p.Aggregate, ShardCount: p.ShardCount, TotalSize: p.TotalSize, Packaging: p.Packaging,
+			Subject: p.Subject, Annotations: p.Annotations, Refers: slices.Compact(refers),
+		})
+	}
+	byName := func(a, b tagName) int { return cmp.Or(cmp.Compare(a.repo, b.repo), cmp.Compare(a.tag, b.tag)) }
+	for _, k := range slices.SortedFunc(maps.Keys(m.tags), byName) {
+		if d, ok := m.tag(k.repo, k.tag); ok {
+			rows = append(rows, index.Row{Type: "tag", Repository: k.repo, Tag: k.tag, Digest: d, Seq: m.tags[k].seq})
+		}
+	}
+	return rows
+}

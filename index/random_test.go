@@ -1,0 +1,459 @@
+package index_test
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"iter"
+	"os"
+	"path/filepath"
+	"reflect"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/google/go-cmp/cmp/cmpopts"
+	"pgregory.net/rapid"
+
+	"github.com/kiln-registry/kiln-registry/api"
+	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/index"
+	"github.com/kiln-registry/kiln-registry/index/boltkv"
+	"github.com/kiln-registry/kiln-registry/index/memkv"
+)
+
+// The world of the model test is small, so that names meet. Repository names try to run into one another's keys.
+var (
+	worldRepos  = []string{"a", "a-b", "a/b", "a/b-c", "b"}
+	worldTags   = []string{"v1", "v10", "v2", "latest"}
+	worldTypes  = []string{api.ArtifactTypeAdapter, api.ArtifactTypeEval, ""}
+	worldKinds  = []api.Kind{"", api.KindAdapter, api.KindEval, api.KindReceipt}
+	worldTexts  = []string{"manifest 0", "manifest 1", "manifest 2", "manifest 3", "base 4", "base 5", "base 6"}
+	worldBlobs  = sums("blob 0", "blob 1", "blob 2", "manifest 1")
+	worldBases  = []identity.Manifest{shards("x.safetensors"), shards("a.safetensors", "b.safetensors")}
+	worldIDs    = []string{"upload-1", "upload-2", "upload-3"}
+	worldSecond = 40 // the clock of the test goes from 0 to this
+)
+
+func sums(texts ...string) (d []identity.Digest) {
+	for _, s := range texts {
+		d = append(d, identity.Sum([]byte(s)))
+	}
+	return d
+}
+
+func shards(names ...string) identity.Manifest {
+	m := identity.Manifest{}
+	for i, s := range names {
+		m.Shards = append(m.Shards, identity.Shard{Filename: s, Size: uint64(i + 1), Digest: identity.Sum([]byte(s))})
+		m.TotalSize += uint64(i + 1)
+	}
+	m.Aggregate = identity.Aggregate(identity.Sum([]byte(fmt.Sprint(names))))
+	return m
+}
+
+// place is where an index lives through restarts and crashes.
+type place interface {
+	open() (index.KV, error)
+	crash() error // go on from what is durable now, while the index is open
+}
+
+type boltPlace struct {
+	dir   string
+	count int
+}
+
+func (p *boltPlace) path() string { return filepath.Join(p.dir, fmt.Sprintf("index-%d.db", p.count)) }
+
+func (p *boltPlace) open() (index.KV, error) { return boltkv.Open(p.path(), boltkv.Options{}) }
+
+func (p *boltPlace) crash() error {
+	b, err := os.ReadFile(p.path())
+	if err != nil {
+		return err
+	}
+	p.count++
+	return os.WriteFile(p.path(), b, 0o600)
+}
+
+type memPlace struct{ disk *memkv.Disk }
+
+func (p *memPlace) open() (index.KV, error) { return p.disk.Open(1) }
+
+func (p *memPlace) crash() error {
+	p.disk = p.disk.Copy()
+	return nil
+}
+
+// world is an index, what it must answer, and the changes on their way.
+type world struct {
+	place  place
+	ix     *index.Index
+	model  *model
+	sent   []index.Op // applied at least once
+	held   []index.Op // numbered and not yet applied
+	last   map[string]uint64
+	second int
+}
+
+func TestModel(t *testing.T) {
+	for _, c := range []struct {
+		engine string
+		checks string
+		place  func() place
+	}{
+		{"memory", "300", func() place { return &memPlace{new(memkv.Disk)} }},
+		{"bolt", "15", func() place { return &boltPlace{dir: t.TempDir()} }},
+	} {
+		t.Run(c.engine, func(t *testing.T) {
+			old := flag.Lookup("rapid.checks").Value.String()
+			if old == "100" { // nobody asked for another number
+				flag.Set("rapid.checks", c.checks)
+				defer flag.Set("rapid.checks", old)
+			}
+			rapid.Check(t, func(r *rapid.T) {
+				w := &world{place: c.place(), model: newModel(), last: map[string]uint64{}}
+				w.open(r)
+				defer func() { w.ix.Close() }()
+				r.Repeat(w.actions())
+				w.checkAll(r)
+			})
+		})
+	}
+}
+
+func (w *world) open(r *rapid.T) {
+	kv, err := w.place.open()
+	if err != nil {
+		r.Fatal(err)
+	}
+	if w.ix, err = index.New(context.Background(), kv); err != nil {
+		r.Fatal(err)
+	}
+	w.ix.SetPage(rapid.IntRange(1, 5).Draw(r, "rows"), 1<<20, rapid.IntRange(1, 9).Draw(r, "steps"))
+}
+
+func (w *world) actions() map[string]func(*rapid.T) {
+	return map[string]func(*rapid.T){
+		"push":            func(r *rapid.T) { w.send(r, w.push(r)...) },
+		"push and hold":   func(r *rapid.T) { w.held = append(w.held, w.push(r)...) },
+		"change":          func(r *rapid.T) { w.send(r, w.change(r)) },
+		"change and hold": func(r *rapid.T) { w.held = append(w.held, w.change(r)) },
+		"unnumbered":      func(r *rapid.T) { w.send(r, w.unnumbered(r)) },
+		"release":         w.release,
+		"replay":          w.replay,
+		"purge":           w.purge,
+		"tick":            func(*rapid.T) { w.second++ },
+		"restart":         w.restart,
+		"crash":           w.crash,
+		"rebuild":         w.rebuild,
+		"":                w.checkExport,
+	}
+}
+
+func draw[T any](r *rapid.T, from []T, label string) T { return rapid.SampledFrom(from).Draw(r, label) }
+
+func (w *world) seq(r *rapid.T, repo string) uint64 {
+	n, err := w.ix.NextSeq(context.Background(), repo)
+	if err != nil {
+		r.Fatal(err)
+	}
+	if n <= w.last[repo] {
+		r.Fatalf("%s: number %d after %d", repo, n, w.last[repo])
+	}
+	w.last[repo] = n
+	return n
+}
+
+func (w *world) time(r *rapid.T, label string) time.Time {
+	return epoch.Add(time.Duration(rapid.IntRange(0, worldSecond).Draw(r, label)) * time.Second)
+}
+
+// push is a manifest with up to two tags, all of one number.
+func (w *world) push(r *rapid.T) (ops []index.Op) {
+	i := rapid.IntRange(0, len(worldTexts)-1).Draw(r, "text")
+	p := index.PutManifest{Manifest: []byte(worldTexts[i])}
+	p.Record = index.Record{
+		Repo: draw(r, worldRepos, "repo"), Digest: identity.Sum(p.Manifest), MediaType: "application/json", Size: int64(len(p.Manifest)),
+		ArtifactType: draw(r, worldTypes, "type"), State: api.ContentNone, Evidence: draw(r, []api.Evidence{api.EvidenceNone, api.EvidenceDocument}, "evidence"),
+		Subject: draw(r, append(sums(worldTexts[:2]...), identity.Digest{}), "subject"), Created: w.time(r, "created"),
+		Kind: draw(r, worldKinds, "kind"), Aggregate: draw(r, []identity.Aggregate{worldBases[0].Aggregate, worldBases[1].Aggregate, {}}, "aggregate"),
+	}
+	if i >= 4 {
+		p.Shards = worldBases[i%2]
+		p.Kind, p.State, p.Aggregate = api.KindBase, api.ContentDirect, p.Shards.Aggregate
+		p.ShardCount, p.TotalSize, p.Packaging = len(p.Shards.Shards), p.Shards.TotalSize, identity.Sum([]byte("packaging"))
+		p.Annotations = map[string]string{"b": worldTexts[i], "a": ""}
+	}
+	p.Refers = rapid.SliceOfN(rapid.SampledFrom(worldBlobs), 0, 4).Draw(r, "refers")
+	p.Seq = w.seq(r, p.Repo)
+	ops = append(ops, p)
+	for range rapid.IntRange(0, 2).Draw(r, "tags") {
+		ops = append(ops, index.PutTag{Repo: p.Repo, Tag: draw(r, worldTags, "tag"), Digest: p.Digest, Seq: p.Seq})
+	}
+	return ops
+}
+
+func (w *world) change(r *rapid.T) index.Op {
+	repo, d, tag := draw(r, worldRepos, "repo"), identity.Sum([]byte(draw(r, worldTexts, "text"))), draw(r, worldTags, "tag")
+	switch draw(r, []string{"delete manifest", "put tag", "delete tag"}, "change") {
+	case "delete manifest":
+		return index.DeleteManifest{Repo: repo, Digest: d, Seq: w.seq(r, repo)}
+	case "put tag":
+		return index.PutTag{Repo: repo, Tag: tag, Digest: d, Seq: w.seq(r, repo)}
+	}
+	return index.DeleteTag{Repo: repo, Tag: tag, Seq: w.seq(r, repo)}
+}
+
+func (w *world) unnumbered(r *rapid.T) index.Op {
+	repo, d, id := draw(r, worldRepos, "repo"), draw(r, worldBlobs, "blob"), draw(r, worldIDs, "id")
+	switch draw(r, []string{"link", "unlink", "upload", "end upload", "checkpoint"}, "change") {
+	case "link":
+		return index.LinkBlob{Repo: repo, Digest: d, Size: 4, Until: w.time(r, "until")}
+	case "unlink":
+		return index.UnlinkBlob{Repo: repo, Digest: d}
+	case "upload":
+		return index.PutUpload{Upload: index.Upload{ID: id, Repo: repo, Caller: "somebody", Digest: d,
+			Size: rapid.Int64Range(-1, 1<<40).Draw(r, "size"), Expires: w.time(r, "expires")}}
+	case "end upload":
+		return index.DeleteUpload{ID: id}
+	}
+	return index.Checkpoint{Position: rapid.Uint64Range(0, 9).Draw(r, "position")}
+}
+
+// send applies ops to the index and to the model, which must agree on whether they may be.
+func (w *world) send(r *rapid.T, ops ...index.Op) {
+	want := w.model.apply(ops...)
+	if got := w.ix.Apply(context.Background(), ops...); !errors.Is(got, want) {
+		r.Fatalf("apply %v: %v, want %v", ops, got, want)
+	}
+	for _, o := range ops {
+		if sequenced(o) {
+			w.sent = append(w.sent, o)
+		}
+	}
+}
+
+func sequenced(op index.Op) bool {
+	switch op.(type) {
+	case index.PutManifest, index.DeleteManifest, index.PutTag, index.DeleteTag:
+		return true
+	}
+	return false
+}
+
+// release applies something that was held back.
+func (w *world) release(r *rapid.T) {
+	if len(w.held) == 0 {
+		r.Skip("nothing is held")
+	}
+	i := rapid.IntRange(0, len(w.held)-1).Draw(r, "which")
+	op := w.held[i]
+	w.held = slices.Delete(w.held, i, i+1)
+	w.send(r, op)
+}
+
+// replay applies again what was applied before.
+func (w *world) replay(r *rapid.T) {
+	if len(w.sent) == 0 {
+		r.Skip("nothing was sent")
+	}
+	again := rapid.SliceOfN(rapid.SampledFrom(w.sent), 1, 5).Draw(r, "again")
+	if err := errors.Join(w.model.apply(again...), w.ix.Apply(context.Background(), again...)); err != nil {
+		r.Fatal(err)
+	}
+}
+
+func (w *world) now() time.Time { return epoch.Add(time.Duration(w.second) * time.Second) }
+
+func (w *world) purge(r *rapid.T) {
+	got, err := w.ix.Purge(context.Background(), w.now())
+	if want := w.model.purge(w.now()); err != nil || got != want {
+		r.Fatalf("purged %d leases (%v), want %d", got, err, want)
+	}
+}
+
+func (w *world) restart(r *rapid.T) {
+	if err := w.ix.Close(); err != nil {
+		r.Fatal(err)
+	}
+	w.open(r)
+}
+
+func (w *world) crash(r *rapid.T) {
+	if err := errors.Join(w.place.crash(), w.ix.Close()); err != nil {
+		r.Fatal(err)
+	}
+	w.open(r)
+}
+
+// rebuild drops the index and applies what was sent in another order.
+func (w *world) rebuild(r *rapid.T) {
+	if err := w.ix.Reset(context.Background()); err != nil {
+		r.Fatal(err)
+	}
+	w.model = newModel()
+	for _, op := range rapid.Permutation(w.sent).Draw(r, "order") {
+		if err := errors.Join(w.model.apply(op), w.ix.Apply(context.Background(), op)); err != nil {
+			r.Fatal(err)
+		}
+	}
+}
+
+// all collects a listing and fails on an error.
+func all[T any](r interface{ Fatal(...any) }, seq iter.Seq2[T, error]) (items []T) {
+	for item, err := range seq {
+		if err != nil {
+			r.Fatal(err)
+		}
+		items = append(items, item)
+	}
+	return items
+}
+
+func equal[T any](r interface{ Errorf(string, ...any) }, what string, got, want T) {
+	if reflect.DeepEqual(want, got) { // quicker than the next line by far
+		return
+	}
+	if diff := cmp.Diff(want, got, cmpopts.EquateEmpty()); diff != "" {
+		r.Errorf("%s (- want, + got):\n%s", what, diff)
+	}
+}
+
+func (w *world) checkExport(r *rapid.T) {
+	equal(r, "export", all(r, w.ix.Export(context.Background())), w.model.export())
+}
+
+// checkAll asks every question.
+func (w *world) checkAll(r *rapid.T) {
+	w.checkExport(r)
+	w.checkNames(r)
+	w.checkListings(r)
+	w.checkBlobs(r)
+	position, err := w.ix.Checkpoint(context.Background())
+	if err != nil || position != w.model.checkpoint {
+		r.Errorf("checkpoint %d (%v), want %d", position, err, w.model.checkpoint)
+	}
+	for _, id := range worldIDs {
+		u, err := w.ix.Upload(context.Background(), id)
+		if want, ok := w.model.uploads[id]; ok != (err == nil) || !ok && !errors.Is(err, index.ErrNotFound) {
+			r.Errorf("upload %s: %v", id, err)
+		} else {
+			equal(r, "upload", u, want)
+		}
+	}
+	equal(r, "expired uploads", all(r, w.ix.ExpiredUploads(context.Background(), w.now())), w.model.expired(w.now()))
+}
+
+func (w *world) checkNames(r *rapid.T) {
+	ctx := context.Background()
+	for _, repo := range worldRepos {
+		refs := slices.Clone(worldTags)
+		for _, d := range sums(worldTexts...) {
+			refs = append(refs, d.String())
+			tags, err := w.ix.TagsOf(ctx, repo, d)
+			if err != nil {
+				r.Fatal(err)
+			}
+			equal(r, "tags of "+repo+"@"+d.String(), tags, w.model.tagsOf(repo, d))
+		}
+		for _, ref := range refs {
+			want, ok := w.model.resolve(repo, ref)
+			rec, data, err := w.ix.Manifest(ctx, repo, ref)
+			same, errGet := w.ix.Get(ctx, repo, ref)
+			if ok != (err == nil) || ok != (errGet == nil) || !ok && !errors.Is(err, index.ErrNotFound) {
+				r.Fatalf("%s:%s: %v, %v; held %v", repo, ref, err, errGet, ok)
+			}
+			equal(r, ref, rec, want.Record)
+			equal(r, ref, same, want.Record)
+			equal(r, ref, string(data), string(want.Manifest))
+			m, err := w.ix.Shards(ctx, want.Aggregate, repo, want.Digest)
+			if (err == nil) != (len(want.Shards.Shards) > 0) {
+				r.Errorf("shards of %s:%s: %v", repo, ref, err)
+			}
+			equal(r, "shards", m, want.Shards)
+		}
+		for _, last := range append([]string{"", "v", "w"}, worldTags...) {
+			equal(r, "tags of "+repo, all(r, w.ix.Tags(ctx, repo, last)), w.model.tagsAfter(repo, last))
+			equal(r, "repositories", all(r, w.ix.Repos(ctx, repo)), w.model.repos(repo))
+		}
+	}
+	equal(r, "repositories", all(r, w.ix.Repos(ctx, "")), w.model.repos(""))
+}
+
+func (w *world) queries() (qs []index.Query) {
+	refused := "a/b"
+	for _, see := range []func(string) bool{nil, func(repo string) bool { return repo != refused }} {
+		for _, repo := range append([]string{""}, worldRepos...) {
+			for _, base := range worldBases {
+				for _, kind := range append([]api.Kind{api.KindBase}, worldKinds...) {
+					qs = append(qs, index.Query{Aggregate: base.Aggregate, Kind: kind, Repo: repo, See: see})
+				}
+			}
+			if repo == "" {
+				continue
+			}
+			qs = append(qs, index.Query{Repo: repo, See: see})
+			for _, subject := range sums(worldTexts[:2]...) {
+				for _, artifactType := range worldTypes {
+					qs = append(qs, index.Query{Repo: repo, Subject: subject, ArtifactType: artifactType, See: see})
+				}
+			}
+		}
+	}
+	return qs
+}
+
+func (w *world) checkListings(r *rapid.T) {
+	ctx := context.Background()
+	for i, q := range w.queries() {
+		want := w.model.find(q)
+		what := fmt.Sprintf("find %+v", q)
+		equal(r, what, all(r, w.ix.Find(ctx, q)), want)
+		var stepped []index.Record
+		for step := 1 + i%3; ; {
+			n := 0
+			for rec, err := range w.ix.Find(ctx, q) {
+				if err != nil {
+					r.Fatal(err)
+				}
+				stepped = append(stepped, rec)
+				if n++; n == step {
+					break
+				}
+			}
+			if n < step {
+				break
+			}
+			q.After = index.Cursor(q, stepped[len(stepped)-1])
+		}
+		equal(r, what+" in steps", stepped, want)
+	}
+	for _, see := range []func(string) bool{func(string) bool { return true }, func(repo string) bool { return repo == "a-b" }} {
+		for _, last := range []identity.Aggregate{{}, worldBases[0].Aggregate, worldBases[1].Aggregate} {
+			equal(r, "bases", all(r, w.ix.Bases(ctx, last, see)), w.model.bases(last, see))
+		}
+	}
+}
+
+func (w *world) checkBlobs(r *rapid.T) {
+	ctx := context.Background()
+	for _, d := range worldBlobs {
+		var holders []string
+		for _, repo := range worldRepos {
+			want := w.model.visible(repo, d, w.now())
+			if want {
+				holders = append(holders, repo)
+			}
+			if got, err := w.ix.Visible(ctx, repo, d, w.now()); err != nil || got != want {
+				r.Errorf("%s visible in %s: %v (%v), want %v", d, repo, got, err, want)
+			}
+		}
+		equal(r, "holders", all(r, w.ix.Holders(ctx, d, w.now())), holders)
+		if got, err := w.ix.Uses(ctx, d, w.now()); err != nil || got != (len(holders) > 0) {
+			r.Errorf("%s used: %v (%v), want %v", d, got, err, len(holders) > 0)
+		}
+	}
+}
