@@ -244,7 +244,7 @@ func (a *Area) Adopt(path string, d identity.Digest, size int64) (bool, error) {
 		return false, errors.Join(err, a.drop(temp))
 	}
 	p.path = a.part(d)
-	if err := errors.Join(a.drop(p.path), a.disk.Rename(temp, p.path), p.save()); err != nil {
+	if err := errors.Join(a.drop(p.path), a.disk.Rename(temp, p.path)); err != nil {
 		return false, err
 	}
 	return p.matches(), nil

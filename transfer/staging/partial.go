@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
+	"strings"
 	"syscall"
 
 	"github.com/kiln-registry/kiln-registry/identity"
@@ -39,6 +40,7 @@ type Partial struct {
 	path   string
 	size   int64
 	file   *durable.File
+	state  *durable.File
 	hash   identity.Hash
 	off    int64
 	saved  int64      // offset of the last saved point
@@ -72,12 +74,15 @@ func (p *Partial) open() (err error) {
 	if p.file, err = p.area.disk.OpenFile(p.path, os.O_RDWR|os.O_CREATE|syscall.O_NOFOLLOW, 0o666); err != nil {
 		return err
 	}
-	p.off, p.saved, p.synced = pt.Offset, pt.Offset, pt.Offset
+	p.off, p.synced = pt.Offset, pt.Offset
 	if err = p.file.Truncate(p.off); err == nil && p.off < p.size {
 		err = p.file.Reserve(p.size)
 	}
+	if err == nil {
+		err = p.save() // takes its disk space too
+	}
 	if err != nil {
-		p.file.Close()
+		p.close()
 	}
 	return err
 }
@@ -94,8 +99,8 @@ func bestPoint(path string, size int64, boot string) (best point) {
 		if err != nil {
 			continue
 		}
-		var pt point
-		if json.Unmarshal(b, &pt) != nil || pt.Size != size || pt.Offset > min(size, fi.Size()) {
+		pt, ok := decodePoint(b)
+		if !ok || pt.Size != size || pt.Offset > min(size, fi.Size()) {
 			continue
 		}
 		if (suffix == syncedSuffix || pt.Boot == boot) && pt.Offset > best.Offset {
@@ -103,6 +108,36 @@ func bestPoint(path string, size int64, boot string) (best point) {
 		}
 	}
 	return best
+}
+
+// pointSize is the length of every encoded point in bytes: it is written in place, within one block.
+const pointSize = 512
+
+// encode writes a point as one line of JSON, padded, and the SHA-256 of all that, so that a point which was only half
+// written is known.
+func (pt point) encode() ([]byte, error) {
+	b, err := json.Marshal(pt)
+	pad := pointSize - sha256Size - len(b)
+	if err == nil && pad < 1 {
+		err = fmt.Errorf("a point of %d bytes", len(b))
+	}
+	if err != nil {
+		return nil, err
+	}
+	b = append(b, strings.Repeat(" ", pad-1)+"\n"...)
+	sum := identity.Sum(b)
+	return append(b, sum[:]...), nil
+}
+
+const sha256Size = len(identity.Digest{})
+
+func decodePoint(b []byte) (pt point, ok bool) {
+	if len(b) != pointSize {
+		return pt, false
+	}
+	text := b[:pointSize-sha256Size]
+	ok = identity.Sum(text) == identity.Digest(b[len(text):]) && json.Unmarshal(text, &pt) == nil
+	return pt, ok
 }
 
 // Offset returns the number of bytes that are there and hashed.
@@ -133,25 +168,29 @@ func (p *Partial) point() ([]byte, error) {
 	if err != nil {
 		return nil, err
 	}
-	return json.Marshal(point{p.size, p.off, p.area.boot, h})
+	return point{p.size, p.off, p.area.boot, h}.encode()
 }
 
 // save keeps a point that is good as long as the machine runs: it is not worth a sync.
 func (p *Partial) save() error {
 	b, err := p.point()
-	if err != nil {
-		return err
+	if err == nil && p.state == nil {
+		p.state, err = p.area.disk.OpenFile(p.path+stateSuffix, os.O_WRONLY|os.O_CREATE|syscall.O_NOFOLLOW, 0o644)
 	}
-	temp := p.path + stateSuffix + "~"
-	f, err := p.area.disk.OpenFile(temp, os.O_WRONLY|os.O_CREATE|os.O_TRUNC, 0o644)
-	if err != nil {
-		return err
-	}
-	_, err = f.Write(b)
-	if err = errors.Join(err, f.Close()); err == nil {
-		err = p.area.disk.Rename(temp, p.path+stateSuffix)
+	if err == nil {
+		_, err = p.state.WriteAt(b, 0)
 	}
 	p.saved = p.off
+	return err
+}
+
+// close closes the files and keeps what is in them.
+func (p *Partial) close() error {
+	err := p.file.Close()
+	if p.state != nil {
+		err = errors.Join(err, p.state.Close())
+		p.state = nil
+	}
 	return err
 }
 
@@ -234,7 +273,7 @@ func (p *Partial) matches() bool {
 // Reset drops everything and starts anew.
 func (p *Partial) Reset() error {
 	err := p.wait()
-	if err = errors.Join(err, p.file.Close(), p.area.drop(p.path)); err != nil {
+	if err = errors.Join(err, p.close(), p.area.drop(p.path)); err != nil {
 		return err
 	}
 	p.hash = identity.NewHash()
@@ -247,12 +286,12 @@ func (p *Partial) Close() error {
 	if err == nil && p.off > p.saved {
 		err = p.save()
 	}
-	return errors.Join(err, p.file.Close())
+	return errors.Join(err, p.close())
 }
 
 // drop removes a partial and its points, the points first.
 func (a *Area) drop(path string) error {
-	for _, suffix := range []string{syncedSuffix, stateSuffix, stateSuffix + "~", ""} {
+	for _, suffix := range []string{syncedSuffix, stateSuffix, ""} {
 		if err := os.Remove(path + suffix); err != nil && !errors.Is(err, fs.ErrNotExist) {
 			return err
 		}

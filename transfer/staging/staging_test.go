@@ -124,7 +124,7 @@ func TestResume(t *testing.T) {
 				}
 			}
 			if tt.kill {
-				err = errors.Join(p.wait(), p.file.Close())
+				err = errors.Join(p.wait(), p.close())
 			} else {
 				err = p.Close()
 			}
