@@ -89,8 +89,9 @@ var (
 
 // Init makes the folder dir, which may be missing or empty, a store. It is durable on return. It does nothing if dir is
 // a store already, and returns blobstore.ErrNotStore if it holds anything else.
-func Init(dir string) error {
-	var disk durable.Disk
+func Init(dir string) error { return initOn(durable.Disk{}, dir) }
+
+func initOn(disk durable.Disk, dir string) error {
 	if err := disk.MkdirAll(dir, 0o755); err != nil {
 		return fmt.Errorf("make store %s: %w", dir, err)
 	}
@@ -260,30 +261,50 @@ func (st *Store) syncShelves() error {
 		return err
 	}
 	for i := range st.shelves {
-		switch err := st.disk.SyncDir(shelf(st.dir, byte(i))); {
-		case err == nil:
-			st.shelves[i].made = true
-		case !errors.Is(err, fs.ErrNotExist):
+		dir := shelf(st.dir, byte(i))
+		if _, err := os.Stat(dir); errors.Is(err, fs.ErrNotExist) {
+			continue
+		}
+		if err := st.disk.SyncDir(dir); err != nil {
 			return err
 		}
+		st.shelves[i].made = true
 	}
 	return st.disk.SyncDir(root)
 }
 
-// sweep removes the halves of uploads that a killed process was creating, committing or dropping.
+// sweep removes the halves of uploads that a killed process was creating, committing or dropping, and makes the saved
+// states of the others durable.
 func (st *Store) sweep(notify func(string)) error {
-	if err := st.disk.MkdirAll(filepath.Join(st.dir, uploadsName), 0o755); err != nil {
+	dir := filepath.Join(st.dir, uploadsName)
+	if err := st.disk.MkdirAll(dir, 0o755); err != nil {
 		return err
 	}
 	halves := map[string]string{uploadData: uploadState, uploadState: uploadData}
-	return st.eachUploadFile(context.Background(), func(id, ext string) error {
-		other := st.uploadPath(id, halves[ext])
-		if _, err := os.Lstat(other); !errors.Is(err, fs.ErrNotExist) {
+	err := st.eachUploadFile(context.Background(), func(id, ext string) error {
+		path, other := st.uploadPath(id, ext), st.uploadPath(id, halves[ext])
+		_, err := os.Lstat(other)
+		switch {
+		case errors.Is(err, fs.ErrNotExist):
+			notify(fmt.Sprintf("removed %s: %s is not there", filepath.Base(path), filepath.Base(other)))
+			return st.disk.Remove(path)
+		case err != nil || ext == uploadData:
 			return err
 		}
-		notify(fmt.Sprintf("removed %s%s: %s of that upload is not there", id, ext, filepath.Base(other)))
-		return st.disk.Remove(st.uploadPath(id, ext))
+		return st.syncFile(path)
 	})
+	if err != nil {
+		return err
+	}
+	return st.disk.SyncDir(dir)
+}
+
+func (st *Store) syncFile(path string) error {
+	f, err := st.disk.OpenFile(path, os.O_RDWR, 0)
+	if err != nil {
+		return err
+	}
+	return errors.Join(f.Sync(), f.Close())
 }
 
 // Close gives the store back. No other call may be running or follow.

@@ -7,7 +7,6 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/kiln-registry/kiln-registry/blobstore"
 	"github.com/kiln-registry/kiln-registry/blobstore/storetest"
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/internal/durable"
@@ -21,16 +20,31 @@ type folder struct {
 
 func newFolder(t testing.TB) storetest.Medium {
 	f := &folder{dir: filepath.Join(t.TempDir(), "store")}
-	if err := Init(f.dir); err != nil {
+	newStore(t, f.dir)
+	return f
+}
+
+// unsynced is a fault that makes every change but syncs none: these tests end processes, not machines.
+func unsynced(op durable.Op, _ string, do func() error) error {
+	if op == durable.OpSync || op == durable.OpSyncDir {
+		return nil
+	}
+	return do()
+}
+
+func newStore(t testing.TB, dir string) {
+	t.Helper()
+	if err := initOn(durable.Disk{Fault: unsynced}, dir); err != nil {
 		t.Fatal(err)
 	}
-	return f
 }
 
 func (f *folder) Open(t testing.TB) (storetest.Store, error) {
 	st, err := Open(f.dir, Options{
 		Notify: func(s string) { t.Log(s) },
-		Disk:   durable.Disk{Fault: func(_ durable.Op, _ string, do func() error) error { return f.Do(do) }},
+		Disk: durable.Disk{Fault: func(op durable.Op, path string, do func() error) error {
+			return f.Do(func() error { return unsynced(op, path, do) })
+		}},
 	})
 	if err != nil {
 		return nil, err
@@ -96,5 +110,3 @@ func open(t *testing.T, dir string) *Store {
 	t.Cleanup(func() { st.Close() })
 	return st
 }
-
-var _ = blobstore.ErrDamaged

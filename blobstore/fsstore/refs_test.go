@@ -1,0 +1,294 @@
+package fsstore
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"runtime"
+	"slices"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+
+	"github.com/kiln-registry/kiln-registry/blobstore"
+	"github.com/kiln-registry/kiln-registry/internal/durable"
+)
+
+func putSeq(t *testing.T, st *Store, seqs ...uint64) {
+	t.Helper()
+	var refs []blobstore.Ref
+	for _, seq := range seqs {
+		refs = append(refs, blobstore.Ref{Repo: "r", Name: "n", Seq: seq, Manifest: []byte(strings.Repeat("m", 20))})
+	}
+	if _, err := st.Put(t.Context(), refs...); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func seqs(t *testing.T, st *Store) (found []uint64, err error) {
+	t.Helper()
+	for r, err := range st.Since(t.Context(), 0) {
+		if err != nil {
+			return found, err
+		}
+		found = append(found, r.Seq)
+	}
+	return found, nil
+}
+
+// logOf makes a store with one Put for each argument, and returns it closed by force, with the size of its log before
+// the first Put and after each.
+func logOf(t *testing.T, puts ...[]uint64) (dir string, sizes []int64) {
+	t.Helper()
+	st, _ := openFaulty(t)
+	sizes = []int64{st.refs.end}
+	for _, p := range puts {
+		putSeq(t, st, p...)
+		sizes = append(sizes, st.refs.end)
+	}
+	kill(t, st)
+	return st.dir, sizes
+}
+
+// reread opens a copy of a store whose log was changed.
+func reread(t *testing.T, dir string, change func(log []byte) []byte) ([]uint64, error) {
+	t.Helper()
+	log, err := os.ReadFile(filepath.Join(dir, refsName))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(filepath.Join(dir, refsName), change(bytes.Clone(log)), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	defer os.WriteFile(filepath.Join(dir, refsName), log, 0o644)
+	st, err := Open(dir, Options{Disk: durable.Disk{Fault: unsynced}})
+	if err != nil {
+		return nil, err
+	}
+	defer kill(t, st)
+	return seqs(t, st)
+}
+
+// TestTornTail cuts the log at every byte: what ends before the cut is there, groups whole.
+func TestTornTail(t *testing.T) {
+	dir, sizes := logOf(t, []uint64{1}, []uint64{2, 3}, []uint64{4})
+	all := [][]uint64{nil, {1}, {1, 2, 3}, {1, 2, 3, 4}}
+	for cut := sizes[0]; cut <= sizes[3]; cut++ {
+		whole := 0
+		for whole+1 < len(sizes) && sizes[whole+1] <= cut {
+			whole++
+		}
+		for _, fill := range []int64{0, 10, sizes[3] - cut} { // and perhaps zeros, where a size came before its data
+			got, err := reread(t, dir, func(log []byte) []byte { return append(log[:cut:cut], make([]byte, fill)...) })
+			if err != nil || !slices.Equal(got, all[whole]) {
+				t.Fatalf("cut at %d and %d zeros: %v, %v, want %v", cut, fill, got, err, all[whole])
+			}
+		}
+	}
+	if _, err := reread(t, dir, func(log []byte) []byte { return log[:sizes[0]-1] }); !errors.Is(err, blobstore.ErrDamaged) {
+		t.Errorf("half a header: %v", err)
+	}
+}
+
+// TestDamage changes every byte of the log: nothing that was acknowledged and proven by a later frame goes without
+// ErrDamaged, and nothing is ever read as something else.
+func TestDamage(t *testing.T) {
+	dir, sizes := logOf(t, []uint64{1}, []uint64{2, 3}, []uint64{4})
+	all := []uint64{1, 2, 3, 4}
+	for at := int64(0); at < sizes[3]; at++ {
+		got, err := reread(t, dir, func(log []byte) []byte { log[at] ^= 0x10; return log })
+		if at >= sizes[2] { // the last write, which nothing proves
+			if err != nil || !slices.Equal(got, all[:3]) {
+				t.Errorf("byte %d of the last frame: %v, %v", at, got, err)
+			}
+			continue
+		}
+		if !errors.Is(err, blobstore.ErrDamaged) && !strings.Contains(fmt.Sprint(err), "format") {
+			t.Errorf("byte %d: %v, %v", at, got, err)
+		}
+		if len(got) > 3 {
+			t.Errorf("byte %d: read %v", at, got)
+		}
+	}
+	for i := 1; i < 3; i++ { // a frame that is missing, or there twice
+		if got, err := reread(t, dir, func(log []byte) []byte { return slices.Delete(log, int(sizes[i-1]), int(sizes[i])) }); err == nil && len(got) > i {
+			t.Errorf("without frame %d: %v", i, got)
+		}
+	}
+}
+
+// TestCloseProvesTheLastFrame: after Close also the last frame can't be lost without a word.
+func TestCloseProvesTheLastFrame(t *testing.T) {
+	st, _ := openFaulty(t)
+	putSeq(t, st, 1)
+	end := st.refs.end
+	for range 3 {
+		if err := st.Close(); err != nil {
+			t.Fatal(err)
+		}
+		st = open(t, st.dir)
+	}
+	if n := st.refs.end - end; n != frameHead+1 {
+		t.Errorf("three closes added %d bytes", n)
+	}
+	st.Close()
+	got, err := reread(t, st.dir, func(log []byte) []byte { log[end-1] ^= 1; return log })
+	if !errors.Is(err, blobstore.ErrDamaged) {
+		t.Errorf("read %v, %v", got, err)
+	}
+}
+
+// TestForgedFrame: a manifest that holds a copy of a frame can't make an unfinished write look like damage, or be read
+// as refs.
+func TestForgedFrame(t *testing.T) {
+	dir, sizes := logOf(t, []uint64{1}, []uint64{2})
+	log, err := os.ReadFile(filepath.Join(dir, refsName))
+	if err != nil {
+		t.Fatal(err)
+	}
+	forged := bytes.Clone(log[sizes[1]:sizes[2]]) // says that the log was synced up to sizes[1]
+	st := open(t, dir)
+	if _, err := st.Put(t.Context(), blobstore.Ref{Seq: 3, Manifest: bytes.Repeat(forged, 50)}); err != nil {
+		t.Fatal(err)
+	}
+	end := st.refs.end
+	kill(t, st)
+	got, err := reread(t, dir, func(log []byte) []byte { log[sizes[2]] ^= 1; return log[:end-1] })
+	if err != nil || !slices.Equal(got, []uint64{1, 2}) {
+		t.Errorf("read %v, %v", got, err)
+	}
+}
+
+// TestFailedPut: after a write or a sync that failed, later Puts are durable and the failed one is not there.
+func TestFailedPut(t *testing.T) {
+	for _, op := range []durable.Op{durable.OpWrite, durable.OpSync} {
+		for _, persist := range []bool{false, true} {
+			st, f := openFaulty(t)
+			putSeq(t, st, 1)
+			f.fault = func(got durable.Op, path string, do func() error) error {
+				if got != op {
+					return unsynced(got, path, do)
+				}
+				f.fault = nil
+				if persist {
+					do()
+				}
+				return &os.PathError{Op: "write", Path: path, Err: syscall.ENOSPC}
+			}
+			if _, err := st.Put(t.Context(), blobstore.Ref{Seq: 2}); !errors.Is(err, blobstore.ErrNoSpace) {
+				t.Errorf("%s: %v", op, err)
+			}
+			want := []uint64{1}
+			for range 3 {
+				if got, err := seqs(t, st); err != nil || !slices.Equal(got, want) {
+					t.Errorf("%s, persisted %v: read %v, %v, want %v", op, persist, got, err, want)
+				}
+				kill(t, st)
+				st = reopen(t, st.dir, f, "")
+				putSeq(t, st, 3)
+				want = append(want, 3)
+			}
+		}
+	}
+}
+
+// TestBrokenLogTakesNothing: while the log can't be brought back to a known state, Put says so, and reading goes on.
+func TestBrokenLogTakesNothing(t *testing.T) {
+	st, f := openFaulty(t)
+	putSeq(t, st, 1)
+	f.fault = func(op durable.Op, path string, do func() error) error { return syscall.EIO }
+	for range 2 {
+		if _, err := st.Put(t.Context(), blobstore.Ref{Seq: 2}); !errors.Is(err, syscall.EIO) {
+			t.Errorf("put: %v", err)
+		}
+	}
+	if got, err := seqs(t, st); err != nil || !slices.Equal(got, []uint64{1}) {
+		t.Errorf("read %v, %v", got, err)
+	}
+	f.fault = nil
+	putSeq(t, st, 3)
+	if got, err := seqs(t, st); err != nil || !slices.Equal(got, []uint64{1, 3}) {
+		t.Errorf("read %v, %v", got, err)
+	}
+}
+
+// TestPutsShareSyncs holds one Put in its sync until 64 others wait.
+func TestPutsShareSyncs(t *testing.T) {
+	st, f := openFaulty(t)
+	const n = 64
+	syncs := 0
+	held, release := make(chan bool), make(chan bool)
+	f.fault = func(op durable.Op, path string, do func() error) error {
+		if op == durable.OpSync {
+			if syncs++; syncs == 1 {
+				close(held)
+				<-release
+			}
+		}
+		return unsynced(op, path, do)
+	}
+	var wg sync.WaitGroup
+	wg.Go(func() { putSeq(t, st, n) })
+	<-held
+	for i := range uint64(n) {
+		wg.Go(func() { putSeq(t, st, i) })
+	}
+	for waiting := 0; waiting < n; runtime.Gosched() {
+		st.refs.mu.Lock()
+		waiting = len(st.refs.queue)
+		st.refs.mu.Unlock()
+	}
+	close(release)
+	wg.Wait()
+	if syncs > 3 {
+		t.Errorf("%d syncs for %d puts", syncs, n+1)
+	}
+	if got, err := seqs(t, st); err != nil || len(got) != n+1 {
+		t.Errorf("read %v, %v", got, err)
+	}
+}
+
+func TestPutLimits(t *testing.T) {
+	st, _ := openFaulty(t)
+	if _, err := st.Put(t.Context(), make([]blobstore.Ref, maxRefs)...); err != nil {
+		t.Error(err)
+	}
+	if _, err := st.Put(t.Context(), make([]blobstore.Ref, maxRefs+1)...); err == nil {
+		t.Error("too many refs: no error")
+	}
+	if _, err := st.Put(t.Context(), blobstore.Ref{Manifest: make([]byte, maxPayload)}); err == nil {
+		t.Error("too many bytes: no error")
+	}
+	if _, err := st.Put(t.Context(), blobstore.Ref{Seq: 7, Manifest: make([]byte, maxPayload-1000)}); err != nil {
+		t.Error(err)
+	}
+	got, err := seqs(t, st)
+	if err != nil || len(got) != maxRefs+1 || got[maxRefs] != 7 {
+		t.Errorf("%d refs, %v", len(got), err)
+	}
+}
+
+func FuzzDecodeRefs(f *testing.F) {
+	b, err := encodeRefs([]blobstore.Ref{{Repo: "r", Name: "n", Seq: 1, Manifest: []byte("{}")}, {Deleted: true}})
+	if err != nil {
+		f.Fatal(err)
+	}
+	f.Add(b)
+	f.Add(emptyPayload)
+	f.Fuzz(func(t *testing.T, b []byte) {
+		refs, err := decodeRefs(b)
+		if err != nil {
+			return
+		}
+		again, err := encodeRefs(refs)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err := decodeRefs(again); err != nil {
+			t.Fatal(err)
+		}
+	})
+}
