@@ -13,6 +13,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -29,12 +30,22 @@ import (
 // desk is a site whose uploads are watched.
 type desk struct {
 	*site
-	dir string // of the model
+	dir  string // of the model
+	seen *seen  // since the last onUpload
+}
 
-	mu       sync.Mutex
-	bodies   []int64 // bytes that came with each PATCH, in order
-	starts   []string
-	manifest int // PUTs of manifests
+// seen is what a desk has seen of uploads. A request that an earlier test step left behind counts for that step.
+type seen struct {
+	mu        sync.Mutex
+	bodies    []int64  // bytes that came with each PATCH, in order
+	starts    []string // their Content-Range
+	manifests int      // PUTs
+}
+
+func (s *seen) all() (bodies []int64, starts []string, manifests int) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return slices.Clone(s.bodies), slices.Clone(s.starts), s.manifests
 }
 
 func newDesk(t *testing.T, files map[string][]byte) *desk {
@@ -59,19 +70,20 @@ func writeModel(t *testing.T, dir string, files map[string][]byte) {
 
 // onUpload counts what is sent, and makes a fault of what happens to requests for uploads.
 func (d *desk) onUpload(f func(w http.ResponseWriter, r *http.Request, next http.Handler)) {
-	d.site.mu.Lock()
-	defer d.site.mu.Unlock()
-	d.bodies, d.starts, d.manifest = nil, nil, 0
+	now := new(seen)
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.seen = now
 	d.fault = func(w http.ResponseWriter, r *http.Request, next http.Handler) {
 		if r.Method == http.MethodPut && strings.Contains(r.URL.Path, "/manifests/") {
-			d.mu.Lock()
-			d.manifest++
-			d.mu.Unlock()
+			now.mu.Lock()
+			now.manifests++
+			now.mu.Unlock()
 		}
 		r = r.WithContext(r.Context()) // a copy: a server that finds its body replaced waits for it
 		upload := strings.Contains(r.URL.Path, "/blobs/uploads/")
 		if upload && r.Method == http.MethodPatch {
-			defer d.count(r)()
+			defer now.count(r)()
 		}
 		if f != nil && upload {
 			f(w, r, next)
@@ -83,32 +95,36 @@ func (d *desk) onUpload(f func(w http.ResponseWriter, r *http.Request, next http
 
 type counted struct {
 	io.ReadCloser
-	n int64
+	n atomic.Int64
 }
 
 func (c *counted) Read(p []byte) (int, error) {
 	n, err := c.ReadCloser.Read(p)
-	c.n += int64(n)
+	c.n.Add(int64(n))
 	return n, err
 }
 
-func (d *desk) count(r *http.Request) func() {
+func (s *seen) count(r *http.Request) func() {
 	body := &counted{ReadCloser: r.Body}
 	r.Body = body
 	return func() {
-		d.mu.Lock()
-		defer d.mu.Unlock()
-		d.bodies = append(d.bodies, body.n)
-		d.starts = append(d.starts, r.Header.Get("Content-Range"))
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		s.bodies = append(s.bodies, body.n.Load())
+		s.starts = append(s.starts, r.Header.Get("Content-Range"))
 	}
 }
 
 func (d *desk) received() (n int64) {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	for _, b := range d.bodies {
+	bodies, _, _ := d.seen.all()
+	for _, b := range bodies {
 		n += b
 	}
+	return n
+}
+
+func (d *desk) manifests() int {
+	_, _, n := d.seen.all()
 	return n
 }
 
@@ -347,7 +363,8 @@ func TestPushThroughFaults(t *testing.T) {
 		t.Fatal(err)
 	}
 	var starts []int
-	for _, s := range d.starts {
+	_, ranges, _ := d.seen.all()
+	for _, s := range ranges {
 		var from, to int
 		if fmt.Sscanf(s, "%d-%d", &from, &to); to == size-1 {
 			starts = append(starts, from)
@@ -430,8 +447,8 @@ func TestPushChangedFile(t *testing.T) {
 		next.ServeHTTP(w, r)
 	})
 	_, err := d.pushDir(transfer.PushOptions{})
-	if !errors.Is(err, folder.ErrChanged) || !strings.Contains(err.Error(), "model.safetensors") || d.manifest > 0 {
-		t.Errorf("got %v, %d manifests", err, d.manifest)
+	if !errors.Is(err, folder.ErrChanged) || !strings.Contains(err.Error(), "model.safetensors") || d.manifests() > 0 {
+		t.Errorf("got %v, %d manifests", err, d.manifests())
 	}
 }
 
@@ -469,8 +486,9 @@ func TestPushDamagedOnTheWay(t *testing.T) {
 		next.ServeHTTP(w, r)
 	})
 	_, err := d.pushDir(transfer.PushOptions{})
-	if !errors.Is(err, api.ErrDigestInvalid) || d.manifest > 0 || len(d.bodies) != 1 {
-		t.Errorf("got %v after %d bodies, %d manifests", err, len(d.bodies), d.manifest)
+	bodies, _, _ := d.seen.all()
+	if !errors.Is(err, api.ErrDigestInvalid) || d.manifests() > 0 || len(bodies) != 1 {
+		t.Errorf("got %v after %d bodies, %d manifests", err, len(bodies), d.manifests())
 	}
 }
 
@@ -488,8 +506,8 @@ func TestPushRefused(t *testing.T) {
 	}
 	writeModel(t, d.dir, map[string][]byte{"x-00002-of-00003.safetensors": []byte("version https://git-lfs.github.com/spec/v1\n")})
 	d.onUpload(nil)
-	if _, err := d.pushDir(transfer.PushOptions{}); !errors.As(err, &rule) || rule.Code != safetensors.CodeLFSPointer || d.manifest > 0 {
-		t.Errorf("pointer: %v, %d manifests", err, d.manifest)
+	if _, err := d.pushDir(transfer.PushOptions{}); !errors.As(err, &rule) || rule.Code != safetensors.CodeLFSPointer || d.manifests() > 0 {
+		t.Errorf("pointer: %v, %d manifests", err, d.manifests())
 	}
 }
 

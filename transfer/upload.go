@@ -163,10 +163,11 @@ func (u *uploader) append(ctx context.Context, up *client.Upload, b blob, r io.R
 		return nil
 	}
 	if status(err) == http.StatusRequestedRangeNotSatisfiable {
-		if refreshed := up.Refresh(ctx); refreshed != nil || up.Offset() == at {
-			return errors.Join(err, refreshed)
+		refreshed := up.Refresh(ctx)
+		if refreshed == nil && up.Offset() == at {
+			return err // the registry contradicts itself
 		}
-		return nil
+		return refreshed
 	}
 	if !tooLarge(err) || n <= leastChunk {
 		return err
