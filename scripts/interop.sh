@@ -71,5 +71,7 @@ step "oras push of the same files"
 found pushed/by-oras
 run kiln-pull pull "$host/pushed/by-oras:v1" from-oras
 same model from-oras
+run kiln-push compare "$host/real/minilm:v1" "$host/pushed/by-oras:v1"
+passed=$((passed + 1))
 
 printf '\n%s passed, 0 failed\n' "$passed"
