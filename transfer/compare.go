@@ -61,7 +61,7 @@ func OpenSide(ctx context.Context, name string, dial Dial, o folder.Options, w W
 	}
 	ref, err := client.ParseReference(name)
 	if err != nil {
-		return Side{}, fmt.Errorf("%.200q is no directory, file, aggregate or address, and as a reference to a registry: %w", name, err)
+		return Side{}, fmt.Errorf("%.200q is no directory, file, aggregate or address, and as a reference: %w", name, err)
 	}
 	return referenceSide(ctx, name, ref, dial)
 }
@@ -81,7 +81,8 @@ func healthSide(ctx context.Context, name string, dial Dial) (Side, error) {
 		return Side{}, err
 	}
 	if h.BaseWeightIdentity == nil {
-		return Side{}, fmt.Errorf("%s: %w: status %s, role %s, base_weight_identity null", name, ErrNoIdentity, h.Status, h.Role)
+		return Side{}, fmt.Errorf("%s: %w: base_weight_identity is null, status %s, role %s", name, ErrNoIdentity, h.Status,
+			h.Role)
 	}
 	return Side{Name: name, Summary: *h.BaseWeightIdentity}, nil
 }
@@ -207,8 +208,8 @@ type Comparison struct {
 	OnlyA        []identity.Shard `json:"-"` // of shards whose bytes the other side lacks; empty where they are not known
 	OnlyB        []identity.Shard `json:"-"`
 	Listed       bool             `json:"listed"`                  // the shards of both sides are known
-	SameTensors  bool             `json:"same_tensors"`            // every tensor is equal by content; only the packaging differs
-	TensorReason string           `json:"tensor_reason,omitempty"` // of different sides: why the tensors differ, or were not compared
+	SameTensors  bool             `json:"same_tensors"`            // all are equal by content; only the packaging differs
+	TensorReason string           `json:"tensor_reason,omitempty"` // why they differ, or were not compared
 }
 
 // Compare sets two sides against each other. Where their shards differ and both sides' bytes can be had, their tensors are
@@ -221,7 +222,8 @@ func Compare(ctx context.Context, a, b Side) (Comparison, error) {
 	}
 	switch {
 	case c.Same && !agree(c.A, c.B):
-		return c, fmt.Errorf("%s and %s name one aggregate, but not the same count and size of shards: one of them is wrong", a.Name, b.Name)
+		return c, fmt.Errorf("%s and %s name one aggregate, but not the same count and size of shards: one of them is wrong",
+			a.Name, b.Name)
 	case c.Same:
 		c.SameTensors = true
 	case !c.Listed:

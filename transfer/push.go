@@ -52,7 +52,9 @@ type Pushed struct {
 //
 // The errors are those of folder.Open, folder.Hash and client.Client, and folder.ErrChanged where a file changed between
 // being hashed and being sent: then no manifest was put.
-func Push(ctx context.Context, c *client.Client, dir string, ref client.Reference, o PushOptions) (pushed Pushed, err error) {
+func Push(ctx context.Context, c *client.Client, dir string, ref client.Reference, o PushOptions) (
+	pushed Pushed, err error,
+) {
 	f, err := folder.Open(dir, folder.Options{FollowLinks: o.FollowLinks})
 	if err != nil {
 		return Pushed{}, err
@@ -68,7 +70,8 @@ func Push(ctx context.Context, c *client.Client, dir string, ref client.Referenc
 		defer func() { err = errors.Join(err, remove()) }()
 		f = snapshot
 	}
-	p := &push{f: f, u: &uploader{c: c, repo: ref.Repo, watch: o.Watch, notes: userNotes()}, taken: map[identity.Digest]bool{}}
+	u := &uploader{c: c, repo: ref.Repo, watch: o.Watch, notes: userNotes()}
+	p := &push{f: f, u: u, taken: map[identity.Digest]bool{}}
 	layers, base, err := p.run(ctx)
 	if err != nil {
 		return Pushed{}, err
@@ -216,8 +219,12 @@ type modelConfig struct {
 }
 
 // describe uploads the config and returns the manifest. Nothing in either depends on time, place or order of work.
-func (p *push) describe(ctx context.Context, layers []layer, base identity.Manifest, annotations map[string]string) ([]byte, error) {
-	slices.SortFunc(layers, func(a, b layer) int { return cmp.Or(cmp.Compare(a.Kind, b.Kind), cmp.Compare(a.Name, b.Name)) })
+func (p *push) describe(ctx context.Context, layers []layer, base identity.Manifest, annotations map[string]string) (
+	[]byte, error,
+) {
+	slices.SortFunc(layers, func(a, b layer) int {
+		return cmp.Or(cmp.Compare(a.Kind, b.Kind), cmp.Compare(a.Name, b.Name))
+	})
 	var mc modelConfig
 	mc.ModelFS.Type, mc.Config.Format = "layers", "safetensors"
 	m := v1.Manifest{
@@ -241,7 +248,9 @@ func (p *push) describe(ctx context.Context, layers []layer, base identity.Manif
 	if err := p.u.push(ctx, blob{"model config", d, int64(len(config)), text(config)}); err != nil {
 		return nil, err
 	}
-	m.Config = v1.Descriptor{MediaType: api.MediaTypeModelConfig, Digest: godigest.Digest(d.String()), Size: int64(len(config))}
+	m.Config = v1.Descriptor{
+		MediaType: api.MediaTypeModelConfig, Digest: godigest.Digest(d.String()), Size: int64(len(config)),
+	}
 	for k, v := range annotations {
 		m.Annotations[k] = v
 	}
@@ -249,7 +258,8 @@ func (p *push) describe(ctx context.Context, layers []layer, base identity.Manif
 	m.Annotations[api.AnnotationAggregate] = base.Aggregate.String()
 	doc, err := json.Marshal(m)
 	if err == nil && len(doc) > api.MaxManifestBytes {
-		err = fmt.Errorf("manifest of %d files has %d bytes, more than the %d that registries take", len(layers), len(doc), api.MaxManifestBytes)
+		err = fmt.Errorf("manifest of %d files has %d bytes, more than the %d that registries take",
+			len(layers), len(doc), api.MaxManifestBytes)
 	}
 	return doc, err
 }

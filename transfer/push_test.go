@@ -225,11 +225,14 @@ func checkArtifact(t *testing.T, d *desk, p transfer.Pushed, files map[string][]
 		"model-c.safetensors", "modeling_tiny.py", "README.md"}; !slices.Equal(names, want) {
 		t.Errorf("layers %q, want %q", names, want)
 	}
-	if want := []string{api.MediaTypeWeightConfig, api.MediaTypeWeight, api.MediaTypeCode, api.MediaTypeDoc}; !slices.Equal(slices.Compact(kinds), want) {
+	wantKinds := []string{api.MediaTypeWeightConfig, api.MediaTypeWeight, api.MediaTypeCode, api.MediaTypeDoc}
+	if !slices.Equal(slices.Compact(kinds), wantKinds) {
 		t.Errorf("types %q", kinds)
 	}
-	if doc.ArtifactType != api.ArtifactTypeBase || doc.Config.MediaType != api.MediaTypeModelConfig || doc.MediaType != v1.MediaTypeImageManifest ||
-		doc.Annotations[api.AnnotationKind] != "base" || doc.Annotations[api.AnnotationAggregate] != p.Identity.Aggregate.String() || len(doc.Annotations) != 2 {
+	aggregate := doc.Annotations[api.AnnotationAggregate]
+	if doc.ArtifactType != api.ArtifactTypeBase || doc.Config.MediaType != api.MediaTypeModelConfig ||
+		doc.MediaType != v1.MediaTypeImageManifest || doc.Annotations[api.AnnotationKind] != "base" ||
+		aggregate != p.Identity.Aggregate.String() || len(doc.Annotations) != 2 {
 		t.Errorf("manifest %s", m.Bytes)
 	}
 	cd, err := identity.ParseDigest(string(doc.Config.Digest))
@@ -525,7 +528,8 @@ func TestPushTwoAtOnce(t *testing.T) {
 	var digests [2]identity.Digest
 	for i := range digests {
 		wg.Go(func() {
-			p, err := transfer.Push(t.Context(), d.client(client.Options{Backoff: 20 * time.Millisecond}), d.dir, d.ref("v1"), transfer.PushOptions{})
+			c := d.client(client.Options{Backoff: 20 * time.Millisecond})
+			p, err := transfer.Push(t.Context(), c, d.dir, d.ref("v1"), transfer.PushOptions{})
 			if err != nil {
 				t.Error(err)
 			}

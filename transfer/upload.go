@@ -102,7 +102,8 @@ func (u *uploader) begin(ctx context.Context, up *client.Upload, b blob, mine *c
 	} else if location := mine.recall(); location != "" {
 		old, err := u.c.ResumeUpload(ctx, u.repo, location)
 		if err == nil && old.Offset() <= b.size {
-			u.watch.tell(Event{Step: Noted, File: b.name, Note: fmt.Sprintf("%s: upload resumed at byte %d of %d", b.name, old.Offset(), b.size)})
+			u.watch.tell(Event{Step: Noted, File: b.name,
+				Note: fmt.Sprintf("%s: upload resumed at byte %d of %d", b.name, old.Offset(), b.size)})
 			return old, nil
 		}
 		if err != nil && !gone(err) {
@@ -175,7 +176,7 @@ func (u *uploader) append(ctx context.Context, up *client.Upload, b blob, r io.R
 	next := max(leastChunk, min(firstChunk, n/4))
 	if u.chunk.CompareAndSwap(limit, next) {
 		u.watch.tell(Event{Step: Noted, File: b.name,
-			Note: fmt.Sprintf("%s: a body of %d bytes was refused (%v); going on with %d bytes at a time", b.name, n, err, next)})
+			Note: fmt.Sprintf("%s: a body of %d bytes was refused (%v); going on with %d at a time", b.name, n, err, next)})
 	}
 	return up.Refresh(ctx)
 }

@@ -155,7 +155,7 @@ func dockerCredentials() auth.CredentialFunc {
 	open := sync.OnceValues(func() (auth.CredentialFunc, error) {
 		store, err := credentials.NewStoreFromDocker(credentials.StoreOptions{})
 		if err != nil {
-			return nil, fmt.Errorf("Docker config: %w", err)
+			return nil, fmt.Errorf("docker config: %w", err)
 		}
 		return credentials.Credential(store), nil
 	})
@@ -317,7 +317,9 @@ func (c *Client) send(ctx context.Context, r call, u *url.URL, watch *watch) (*h
 // refusedLogin is the answer of a registry that asked for a login when there is none to give, or when the place that
 // hands out tokens refuses the one there is. It is nil for every other error.
 func refusedLogin(err error, r call, u *url.URL) error {
-	s := &StatusError{Host: u.Host, Method: r.method, Path: u.EscapedPath(), Status: http.StatusUnauthorized, Err: api.ErrUnauthorized}
+	s := &StatusError{
+		Host: u.Host, Method: r.method, Path: u.EscapedPath(), Status: http.StatusUnauthorized, Err: api.ErrUnauthorized,
+	}
 	var answer *errcode.ErrorResponse
 	switch {
 	case errors.Is(err, auth.ErrBasicCredentialNotFound):

@@ -46,13 +46,14 @@ func dialURL(t *testing.T, url string, o Options) *Client {
 }
 
 func TestParseReference(t *testing.T) {
+	ab := identity.Digest(bytes.Repeat([]byte{0xab}, 32))
 	digest := "sha256:" + strings.Repeat("ab", 32)
 	for s, want := range map[string]Reference{
 		"localhost/a":                              {Host: "localhost", Repo: "a"},
 		"127.0.0.1:5000/team/model:v1":             {Host: "127.0.0.1:5000", Repo: "team/model", Tag: "v1"},
 		"[::1]:5000/m:x":                           {Host: "[::1]:5000", Repo: "m", Tag: "x"},
-		"registry.example/a/b@" + digest:           {Host: "registry.example", Repo: "a/b", Digest: identity.Digest(bytes.Repeat([]byte{0xab}, 32))},
-		"registry.example:80/a__b/c-d:T@" + digest: {Host: "registry.example:80", Repo: "a__b/c-d", Tag: "T", Digest: identity.Digest(bytes.Repeat([]byte{0xab}, 32))},
+		"registry.example/a/b@" + digest:           {Host: "registry.example", Repo: "a/b", Digest: ab},
+		"registry.example:80/a__b/c-d:T@" + digest: {Host: "registry.example:80", Repo: "a__b/c-d", Tag: "T", Digest: ab},
 	} {
 		got, err := ParseReference(s)
 		if err != nil || got != want {

@@ -189,7 +189,8 @@ func TestIdle(t *testing.T) {
 				got, err = io.ReadAll(body)
 				body.Close()
 			}
-			if len(got) != wantBytes || (wantBytes == 16) != (err == nil) || err != nil && (!errors.Is(err, ErrIdle) || !Temporary(err)) {
+			idle := errors.Is(err, ErrIdle) && Temporary(err)
+			if len(got) != wantBytes || (wantBytes == 16) != (err == nil) || err != nil && !idle {
 				t.Errorf("%s: %d bytes in %s, %v", repo, len(got), time.Since(start), err)
 			}
 		}

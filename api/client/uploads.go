@@ -183,7 +183,8 @@ func checkDigestHeader(resp *http.Response, d identity.Digest) error {
 	return nil
 }
 
-// lent gives n bytes of a reader to net/http, which may go on reading after a request has failed, until revoke takes it back.
+// lent gives n bytes of a reader to net/http, which may go on reading after a request has failed, until revoke takes it
+// back.
 type lent struct {
 	mu   sync.Mutex
 	r    io.Reader

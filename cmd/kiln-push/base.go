@@ -23,8 +23,9 @@ func baseCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "base DIR REF",
 		Short: "Push a base model",
-		Long: "Push a base model: its shards, and the JSON, tokenizer, template, code and document files beside them. Only what the\n" +
-			"registry lacks is sent, and the same command goes on after a kill. The same bytes and names give the same digest.",
+		Long: "Push a base model: its shards, and the JSON, tokenizer, template, code and document files beside them.\n" +
+			"Only what the registry lacks is sent, and the same command goes on after a kill. The same bytes and names\n" +
+			"give the same digest.",
 		Args: cli.Args("DIR", "REF"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			ref, err := client.ParseReference(args[1])
@@ -57,7 +58,8 @@ func baseCommand() *cobra.Command {
 	r.bind(cmd)
 	cmd.Flags().BoolVar(&incomplete, "allow-incomplete-family", false, "push although files of a numbered set are missing")
 	for name, what := range map[string]string{
-		"source": "where the model comes from", "revision": "which revision of it this is", "licenses": "SPDX licence expression",
+		"source": "where the model comes from", "revision": "which revision of it this is",
+		"licenses": "SPDX licence expression",
 	} {
 		about["org.opencontainers.image."+name] = cmd.Flags().String(name, "", what+"; part of the digest")
 	}
@@ -78,9 +80,10 @@ func given(about map[string]*string) map[string]string {
 func explainPush(err error) error {
 	switch {
 	case errors.Is(err, api.ErrDigestInvalid), errors.Is(err, api.ErrSizeInvalid):
-		return cli.Hint(err, "the bytes changed between here and there: run it again, and if that repeats, check this machine's memory and disk")
+		return cli.Hint(err, "the bytes changed on the way: run it again; if that repeats, check this machine's memory and disk")
 	case errors.Is(err, api.ErrManifestBlobUnknown):
-		return cli.Hint(cli.Exit(cli.CodeTryAgain, err), "the registry dropped a blob meanwhile; the same command sends it again")
+		err = cli.Exit(cli.CodeTryAgain, err)
+		return cli.Hint(err, "the registry dropped a blob meanwhile; the same command sends it again")
 	}
 	return err
 }

@@ -24,9 +24,9 @@ func compareCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "compare A B",
 		Short: "Say whether two models have the same bytes",
-		Long: "Say whether two models have the same bytes, whatever their files are called. Each side is a directory, a file with a\n" +
-			"shard manifest, a REF, an aggregate (sha256:…), or the http://…/health of a resident model. Exit code 0: the same;\n" +
-			"1: different; 2: could not tell. Different sides whose bytes can be had are compared tensor by tensor.",
+		Long: "Say whether two models have the same bytes, whatever their files are called. Each side is a directory, a\n" +
+			"file with a shard manifest, a REF, an aggregate (sha256:…), or the http://…/health of a resident model.\n" +
+			"Exit code 0: the same; 1: different; 2: could not tell. Different sides whose bytes can be had are compared tensor by tensor.",
 		Args: cli.Args("A", "B"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			show := progress.New(cli.Flags{Quiet: flags.Quiet || flags.JSON}, io.Discard, cmd.ErrOrStderr())
@@ -44,7 +44,9 @@ func compareCommand() *cobra.Command {
 	return cmd
 }
 
-func compare(ctx context.Context, a, b string, flags *cli.Flags, o folder.Options, show *progress.Show) (c transfer.Comparison, err error) {
+func compare(ctx context.Context, a, b string, flags *cli.Flags, o folder.Options, show *progress.Show) (
+	c transfer.Comparison, err error,
+) {
 	dial := func(host string) (*client.Client, error) { return flags.Client(host, show.Note) }
 	var sides [2]transfer.Side
 	for i, name := range []string{a, b} {
@@ -99,7 +101,7 @@ func writeComparison(stdout io.Writer, c transfer.Comparison) error {
 	}
 	switch {
 	case c.SameTensors:
-		_, e := fmt.Fprintln(stdout, "every tensor is equal by content; only the packaging differs (files, order or header)")
+		_, e := fmt.Fprintln(stdout, "every tensor is equal by content; only the packaging differs (files or headers)")
 		err = errors.Join(err, e)
 	case c.TensorReason != "":
 		_, e := fmt.Fprintf(stdout, "tensors: %s\n", c.TensorReason)

@@ -22,7 +22,7 @@ func identifyCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "identify DIR",
 		Short: "Say what the bytes of a model are called",
-		Long: "Say what the bytes of a model are called: the aggregate of its shards, chosen as Kiln's loader chooses them.\n" +
+		Long: "Say what the bytes of a model are called: the aggregate of its shards, chosen as Kiln's loader does.\n" +
 			"Every header is checked. Nothing is written into DIR.",
 		Args: cli.Args("DIR"),
 		RunE: func(cmd *cobra.Command, args []string) error {
@@ -49,7 +49,9 @@ func identifyCommand() *cobra.Command {
 	return cmd
 }
 
-func identify(ctx context.Context, dir string, o folder.Options, snapshot bool, w transfer.Watch) (sum folder.Sum, err error) {
+func identify(ctx context.Context, dir string, o folder.Options, snapshot bool, w transfer.Watch) (
+	sum folder.Sum, err error,
+) {
 	f, err := folder.Open(dir, o)
 	if err != nil {
 		return sum, err

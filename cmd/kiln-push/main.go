@@ -21,9 +21,9 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 		Use:   "kiln-push",
 		Short: "Name models by their bytes and send them to a registry",
 		Long: "Name models by their bytes and send them to a registry.\n\n" +
-			"A REF is host[:port]/repository[:tag]. Exit codes: 0 done; 1 different; 2 wrong usage, or could not tell; 3 not\n" +
-			"logged in or not allowed; 4 not found; 5 refused data; 6 registry unreachable or failing; 7 local disk;\n" +
-			"75 try again.",
+			"A REF is host[:port]/repository[:tag]. Exit codes: 0 done; 1 different; 2 wrong usage, or could not tell;\n" +
+			"3 not logged in or not allowed; 4 not found; 5 refused data; 6 registry unreachable or failing; 7 local\n" +
+			"disk; 75 try again.",
 		Version: cli.Version(),
 		Args:    cobra.NoArgs,
 	}
@@ -36,7 +36,8 @@ func explain(err error) error {
 	var rule *safetensors.Error
 	switch {
 	case errors.Is(err, folder.ErrChanged):
-		return cli.Hint(cli.Exit(cli.CodeBadInput, err), "let whatever writes there finish, or work from a private copy: --snapshot")
+		err = cli.Exit(cli.CodeBadInput, err)
+		return cli.Hint(err, "let whatever writes there finish, or work from a private copy: --snapshot")
 	case errors.Is(err, transfer.ErrNoIdentity):
 		return cli.Exit(cli.CodeUsage, err)
 	case errors.As(err, &rule) && rule.Code == safetensors.WarnFamilyIncomplete:

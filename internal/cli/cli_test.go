@@ -100,7 +100,9 @@ func TestExecute(t *testing.T) {
 	run := func(args ...string) (string, error) {
 		var flags Flags
 		root := &cobra.Command{Use: "tool", Args: cobra.NoArgs}
-		root.AddCommand(&cobra.Command{Use: "do A", Args: Args("A"), RunE: func(*cobra.Command, []string) error { return errors.New("did") }})
+		root.AddCommand(&cobra.Command{
+			Use: "do A", Args: Args("A"), RunE: func(*cobra.Command, []string) error { return errors.New("did") },
+		})
 		flags.Bind(root)
 		var out bytes.Buffer
 		return out.String(), Execute(t.Context(), root, args, &out, &out)
@@ -110,7 +112,9 @@ func TestExecute(t *testing.T) {
 		"do --token secret a": "--token-file",
 	} {
 		_, err := run(strings.Fields(args)...)
-		if Code(err) != CodeUsage || !strings.Contains(fmt.Sprint(err), want) || strings.Contains(fmt.Sprint(err), "secret") || !strings.Contains(hintOf(err), "--help") {
+		said := fmt.Sprint(err)
+		if Code(err) != CodeUsage || !strings.Contains(said, want) || strings.Contains(said, "secret") ||
+			!strings.Contains(hintOf(err), "--help") {
 			t.Errorf("%s: code %d, %v, hint %q", args, Code(err), err, hintOf(err))
 		}
 	}
@@ -123,7 +127,9 @@ func TestExecute(t *testing.T) {
 }
 
 func TestBytes(t *testing.T) {
-	for n, want := range map[int64]string{0: "0 B", 999: "999 B", 1000: "1 kB", 999_600: "1 MB", 1_234_567: "1.23 MB", 5_329_398_688: "5.33 GB"} {
+	for n, want := range map[int64]string{
+		0: "0 B", 999: "999 B", 1000: "1 kB", 999_600: "1 MB", 1_234_567: "1.23 MB", 5_329_398_688: "5.33 GB",
+	} {
 		if got := Bytes(n); got != want {
 			t.Errorf("%d: %s, want %s", n, got, want)
 		}

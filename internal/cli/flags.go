@@ -32,7 +32,7 @@ type Flags struct {
 func (f *Flags) Bind(cmd *cobra.Command) {
 	p := cmd.PersistentFlags()
 	p.BoolVar(&f.PlainHTTP, "plain-http", false, "speak plain HTTP also to hosts other than this machine")
-	p.StringVar(&f.TokenFile, "token-file", "", "file that holds the bearer token (else $KILN_TOKEN, else the Docker config)")
+	p.StringVar(&f.TokenFile, "token-file", "", "file with the bearer token (else $KILN_TOKEN, else the Docker config)")
 	p.StringVar(&f.CAFile, "ca-file", "", "PEM certificates to trust besides those of the system")
 	p.BoolVar(&f.JSON, "json", false, "print JSON on stdout")
 	p.BoolVarP(&f.Quiet, "quiet", "q", false, "no progress on stderr")
@@ -59,7 +59,8 @@ func (refusedToken) String() string   { return "" }
 func (refusedToken) Type() string     { return "string" }
 func (refusedToken) Set(string) error { return errToken }
 
-var errToken = errors.New("a token on the command line can be read by everybody on this machine; use --token-file or KILN_TOKEN")
+var errToken = errors.New("a token on the command line can be read by everybody on this machine; " +
+	"use --token-file or KILN_TOKEN")
 
 // flagError keeps the value of a flag that was refused out of the message, where it is a token.
 func flagError(_ *cobra.Command, err error) error {

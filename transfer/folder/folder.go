@@ -75,7 +75,9 @@ func Open(dir string, o Options) (*Folder, error) {
 	if err != nil {
 		return nil, err
 	}
-	selected, err := safetensors.Select(f.entries(listed), func() ([]byte, error) { return readIndex(listed[safetensors.IndexName].File) })
+	selected, err := safetensors.Select(f.entries(listed), func() ([]byte, error) {
+		return readIndex(listed[safetensors.IndexName].File)
+	})
 	if err != nil {
 		return nil, err
 	}

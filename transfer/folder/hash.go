@@ -87,7 +87,8 @@ func (f *Folder) Hash(ctx context.Context, file File, moved func(int64)) (identi
 	case err != io.EOF:
 		return identity.Digest{}, nil, safetensors.InFile(file.Name, err)
 	case r.done != file.Size:
-		return identity.Digest{}, nil, fmt.Errorf("%s: %w: it has %d bytes, %d were read", file.Name, ErrChanged, file.Size, r.done)
+		err := fmt.Errorf("%s: %w: it has %d bytes, %d were read", file.Name, ErrChanged, file.Size, r.done)
+		return identity.Digest{}, nil, err
 	}
 	return identity.DigestOf(r.hash), warnings, nil
 }

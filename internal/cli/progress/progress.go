@@ -116,7 +116,8 @@ func (s *Show) draw(p *phase) {
 	}
 	if p.bar == nil {
 		p.bar = s.bars.AddBar(0,
-			mpb.PrependDecorators(decor.Name(fmt.Sprintf("%-9s", p.name)), decor.Counters(decor.SizeB1000(0), "% .1f / % .1f")),
+			mpb.PrependDecorators(decor.Name(fmt.Sprintf("%-9s", p.name)),
+				decor.Counters(decor.SizeB1000(0), "% .1f / % .1f")),
 			mpb.AppendDecorators(decor.AverageSpeed(decor.SizeB1000(0), "% .0f"), decor.Name("  "),
 				decor.AverageETA(decor.ET_STYLE_GO), decor.Name(" left")))
 	}
@@ -147,7 +148,8 @@ func (s *Show) end(summary bool) {
 	}
 	for _, p := range s.phases {
 		if p.files > 0 {
-			fmt.Fprintf(s.stderr, "%s: %s, %s, %s\n", p.name, files(p.files), cli.Bytes(p.done), rate(p.done, time.Since(p.began)))
+			took := rate(p.done, time.Since(p.began))
+			fmt.Fprintf(s.stderr, "%s: %s, %s, %s\n", p.name, files(p.files), cli.Bytes(p.done), took)
 		}
 	}
 }

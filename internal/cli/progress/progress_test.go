@@ -32,7 +32,8 @@ func TestPlain(t *testing.T) {
 	s := New(cli.Flags{}, &stdout, &stderr)
 	feed(s)
 	s.Close()
-	if got := stderr.String(); !strings.HasPrefix(got, "waiting\nhash: 2 files, 2 kB, ") || strings.Contains(got, "upload") || stdout.Len() > 0 {
+	got := stderr.String()
+	if !strings.HasPrefix(got, "waiting\nhash: 2 files, 2 kB, ") || strings.Contains(got, "upload") || stdout.Len() > 0 {
 		t.Errorf("stderr %q, stdout %q", got, stdout.String())
 	}
 	stderr.Reset()
