@@ -7,7 +7,7 @@ export BENCH KEEP
 BINARIES := .bin/kiln-registry .bin/kiln-push .bin/kiln-pull
 PINS     := internal/tools/go.mod internal/tools/go.sum
 
-.PHONY: all build demo test check fuzz interop bench docs clean $(BINARIES)
+.PHONY: all build demo test check fuzz interop bench device docs clean $(BINARIES)
 
 all: build
 
@@ -33,6 +33,10 @@ interop: build .tools/bin/oras .tools/bin/crane .tools/model/.stamp ## unmodifie
 
 bench: build ## ratio tables; BENCH=identity|registry|index, FULL=1 for the long form
 	go run ./internal/bench $(if $(FULL),-full) -bin .bin $(BENCH)
+
+device: ## loading into memory: the fault matrix under the race detector, then mutants of the code
+	CGO_ENABLED=1 go test -race ./gpuload/...
+	go test -tags mutants ./gpuload/devicetest
 
 docs: ## runs every sh block of README.md and doc/ in a fresh copy of the checkout
 	scripts/docs.sh

@@ -161,7 +161,8 @@ func held(t *testing.T, r *gpuload.Resident, p gpuload.Plan) {
 
 func TestTable(t *testing.T) {
 	dir := t.TempDir()
-	head := `{"b":{"dtype":"F32","shape":[],"data_offsets":[16,20]},"e":{"dtype":"F16","shape":[0,7],"data_offsets":[0,0]},` +
+	head := `{"b":{"dtype":"F32","shape":[],"data_offsets":[16,20]},` +
+		`"e":{"dtype":"F16","shape":[0,7],"data_offsets":[0,0]},` +
 		`"a":{"dtype":"BF16","shape":[2,4],"data_offsets":[0,16]},"c":{"dtype":"U8","shape":[3],"data_offsets":[20,23]}}`
 	b := binary.LittleEndian.AppendUint64(nil, uint64(len(head)))
 	write(t, filepath.Join(dir, "m.safetensors"), append(append(b, head...), make([]byte, 23)...))
@@ -220,7 +221,8 @@ func TestSmallBuffers(t *testing.T) {
 // TestBufferBound checks the bound of the documentation on a model that would like more.
 func TestBufferBound(t *testing.T) {
 	dir := folder(t, 4<<20, 4<<20)
-	r := load(t, open(t, dir, false, nil), dir, shardNames(t, dir), gpuload.Options{ChunkBytes: 1 << 20, Lanes: 2, Ring: 3})
+	o := gpuload.Options{ChunkBytes: 1 << 20, Lanes: 2, Ring: 3}
+	r := load(t, open(t, dir, false, nil), dir, shardNames(t, dir), o)
 	if b := r.Stats().Buffer; b != 2*3<<20 {
 		t.Errorf("%d bytes of buffers", b)
 	}
@@ -459,7 +461,9 @@ func TestStatsLine(t *testing.T) {
 		}
 	}
 	line := gpuload.Stats{Bytes: 3e9, Elapsed: 2e9, Read: 4e9, Hash: 2e9, Copy: 1e9, Lanes: 2, Buffer: 96e6}.String()
-	if want := "3000.0 MB in 2.000 s, 1.50 GB/s; limit: read (busy: read 100%, hash 50%, copy 25%); 2 lanes, 96.0 MB of buffers"; line != want {
+	want := "3000.0 MB in 2.000 s, 1.50 GB/s; limit: read (busy: read 100%, hash 50%, copy 25%); " +
+		"2 lanes, 96.0 MB of buffers"
+	if line != want {
 		t.Errorf("%q, want %q", line, want)
 	}
 }

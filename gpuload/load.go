@@ -71,8 +71,14 @@ func load(ctx context.Context, p Plan, src Source, t Target, o Options) (_ *Resi
 		return nil, fmt.Errorf("publish the weights: %w", deviceError(err))
 	}
 	l.enter(Published)
-	s := Stats{int64(m.TotalSize), time.Since(start), l.read.total(), l.hash.total(), l.copy.total(), l.o.Lanes, l.o.buffer()}
-	return &Resident{manifest: m, plan: p, stats: s, target: t, handles: handles, state: Published}, nil
+	return &Resident{manifest: m, plan: p, stats: l.stats(m, start), target: t, handles: handles, state: Published}, nil
+}
+
+func (l *loader) stats(m identity.Manifest, start time.Time) Stats {
+	return Stats{
+		Bytes: int64(m.TotalSize), Elapsed: time.Since(start), Read: l.read.total(), Hash: l.hash.total(), Copy: l.copy.total(),
+		Lanes: l.o.Lanes, Buffer: l.o.buffer(),
+	}
 }
 
 func (l *loader) enter(s State) {

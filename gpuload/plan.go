@@ -56,7 +56,7 @@ const alignment = 16
 const CodeNoTensors = "no_tensors"
 
 // NewPlan reads and checks the header of each named shard file and compares names and sizes with what is wanted. It
-// takes no device memory. A file that is refused gives a *safetensors.Error, one that is not the wanted one ErrMismatch.
+// takes no device memory. A file that is refused gives a *safetensors.Error, one that is not as wanted ErrMismatch.
 func NewPlan(ctx context.Context, src Source, names []string, want Want) (Plan, error) {
 	names = slices.Sorted(slices.Values(names))
 	if err := want.names(names); err != nil {

@@ -23,7 +23,8 @@ const (
 	Failed     State = "failed"
 )
 
-// Resident is a base model in memory whose every byte was checked. Safe for concurrent use. Close gives the memory back.
+// Resident is a base model in memory whose every byte was checked. Close gives the memory back. It is safe for concurrent
+// use.
 type Resident struct {
 	manifest identity.Manifest
 	plan     Plan

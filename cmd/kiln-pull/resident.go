@@ -73,15 +73,16 @@ func (f *residentFlags) bind(cmd *cobra.Command) {
 	p.StringVar(&f.device, "device", "auto", "where the weights go: host or auto")
 	p.BoolVar(&f.synthetic, "synthetic", false, "hold no weights; /health says so")
 	p.BoolVar(&f.debug, "debug-model-state", false, "answer "+resident.PathModelState+" (also: KILN_DEBUG_ENDPOINTS=1)")
-	p.StringVar(&f.tokens, "token-file", "", "YAML file of tokens; one that may pull is asked for at "+resident.PathModelState)
+	p.StringVar(&f.tokens, "token-file", "",
+		"YAML file of tokens; one that may pull is asked for at "+resident.PathModelState)
 	p.BoolVar(&f.insecureOpen, "insecure-open", false, "listen on a public address although everybody may ask everything")
 	p.DurationVar(&f.drain, "drain-timeout", 10*time.Second, "how long running requests may take when it stops")
 	p.StringVar(&f.expect, "expect", "", "the AGGREGATE that the weights must be")
 	p.StringVar(&f.dir, "dir", "", "folder that a REF or AGGREGATE is pulled to (default: in the user's cache)")
 	p.StringVar(&f.registry, "registry", cli.Registry(), "where an AGGREGATE is asked for")
 	p.StringVar(&f.repo, "repo", "", "the repository from which an AGGREGATE is pulled")
-	p.StringVar(&f.TokenFile, "registry-token-file", "", "file that holds the bearer token for the registry (else $KILN_TOKEN, "+
-		"else the Docker config)")
+	p.StringVar(&f.TokenFile, "registry-token-file", "",
+		"file that holds the bearer token for the registry (else $KILN_TOKEN, else the Docker config)")
 	p.BoolVar(&f.PlainHTTP, "plain-http", false, "speak plain HTTP also to registries on other machines")
 	p.StringVar(&f.CAFile, "ca-file", "", "PEM certificates to trust besides those of the system")
 	p.BoolVar(&f.direct, "direct", false, "read the shards past the page cache")
@@ -94,16 +95,18 @@ func (f *residentFlags) bind(cmd *cobra.Command) {
 func explainLoad(err error) error {
 	switch {
 	case errors.Is(err, gpuload.ErrMismatch):
-		return cli.Hint(cli.Exit(cli.CodeNo, err), "kiln-pull verify says which files differ; pulling again repairs a pulled folder")
+		return cli.Hint(cli.Exit(cli.CodeNo, err),
+			"kiln-pull verify says which files differ; pulling again repairs a pulled folder")
 	case errors.Is(err, gpuload.ErrChanged), errors.Is(err, folder.ErrChanged):
 		return cli.Hint(cli.Exit(cli.CodeBadInput, err), "let whatever writes to the folder finish")
 	case errors.Is(err, gpuload.ErrMemory):
-		return cli.Hint(cli.Exit(cli.CodeDevice, err), "the weights are held whole; free some memory, or take a machine with more")
+		return cli.Hint(cli.Exit(cli.CodeDevice, err),
+			"the weights are held whole; free some memory, or take a machine with more")
 	case errors.Is(err, gpuload.ErrDevice):
 		return cli.Exit(cli.CodeDevice, err)
 	case errors.Is(err, resident.ErrPublic):
-		return cli.Hint(cli.Exit(cli.CodeUsage, err), "--token-file says who may ask (kiln-registry token create makes one); "+
-			"--insecure-open if everybody may")
+		return cli.Hint(cli.Exit(cli.CodeUsage, err),
+			"--token-file says who may ask (kiln-registry token create makes one); --insecure-open if everybody may")
 	}
 	return err
 }
@@ -155,7 +158,9 @@ func (f *residentFlags) run(ctx context.Context, arg string, stdout, stderr io.W
 	show := progress.New(f.Flags, stdout, stderr)
 	shown := sync.OnceFunc(show.Close)
 	defer shown()
-	h := &holding{residentFlags: f, arg: arg, want: want, target: target, show: show, warn: stderr, remove: func() error { return nil }}
+	h := &holding{
+		residentFlags: f, arg: arg, want: want, target: target, show: show, warn: stderr, remove: func() error { return nil },
+	}
 	load := h.load
 	if f.synthetic {
 		s.Backend, load = "synthetic", func(context.Context) (held resident.Held, err error) { return held, nil }
@@ -278,8 +283,10 @@ func (h *holding) load(ctx context.Context) (held resident.Held, err error) {
 
 // isDir says whether an argument is meant as a folder: it is one, or it is written as a path.
 func isDir(arg string) bool {
-	info, err := os.Stat(arg)
-	return err == nil && info.IsDir() || strings.HasPrefix(arg, "/") || strings.HasPrefix(arg, "./") || strings.HasPrefix(arg, "../")
+	if info, err := os.Stat(arg); err == nil && info.IsDir() {
+		return true
+	}
+	return strings.HasPrefix(arg, "/") || strings.HasPrefix(arg, "./") || strings.HasPrefix(arg, "../")
 }
 
 // pull makes the folder of a reference or an aggregate.
@@ -379,9 +386,14 @@ func (h *holding) fill(ctx context.Context, in *folder.Folder, want gpuload.Want
 	if err != nil {
 		return nil, err
 	}
+	chunk := int64(hostmem.Chunk)
+	if h.direct {
+		chunk = gpuload.DefaultChunk // one read for each buffer, and nothing reads ahead
+	}
 	return gpuload.Load(ctx, plan, src, h.target, gpuload.Options{
-		MaxBuffer: h.maxBuffer,
-		Notify:    h.show.Note,
+		ChunkBytes: chunk,
+		MaxBuffer:  h.maxBuffer,
+		Notify:     h.show.Note,
 		Progress: func(shard string, done int64) {
 			h.show.Watch(transfer.Event{Step: transfer.Moved, Phase: phaseLoad, File: shard, Bytes: done, Total: sizes[shard]})
 		},

@@ -17,7 +17,9 @@ import (
 )
 
 // refused loads what must not become resident, and checks what is left of it.
-func refused(t *testing.T, s Subject, ctx context.Context, p gpuload.Plan, src gpuload.Source, f *Faulty, reason error) error {
+func refused(
+	t *testing.T, s Subject, ctx context.Context, p gpuload.Plan, src gpuload.Source, f *Faulty, reason error,
+) error {
 	t.Helper()
 	if f.Target == nil {
 		f.Target = s.New(t)

@@ -11,13 +11,14 @@ import (
 	"testing"
 )
 
-// mutants are the faults in the code itself that the suite must notice: a file of gpuload, and pairs of a text in it and
-// what stands in its place. Run with -tags mutants: each is compiled and put through the suite of the host target.
+// mutants are the faults in the code itself that the suite must notice: a file of gpuload, and pairs of a text in it
+// and what stands in its place. Run with -tags mutants: each is compiled and put through the suite of the host target.
 var mutants = []struct {
 	name, file string
 	edits      []string
 }{
-	{"publish before synchronise", "load.go", []string{"err := l.target.Wait(ctx); err != nil", "err := ctx.Err(); err != nil"}},
+	{"publish before synchronise", "load.go", []string{
+		"err := l.target.Wait(ctx); err != nil", "err := ctx.Err(); err != nil"}},
 	{"publish before the last shard", "load.go", []string{"n < int64(len(order));", "n < int64(len(order))-1;"}},
 	{"aggregate not compared", "load.go", []string{"want != m.Aggregate", "false"}},
 	{"shard not compared", "lane.go", []string{"m.Shards[i].Digest != got", "false"}},
@@ -36,8 +37,10 @@ var mutants = []struct {
 		"c.buf.release()\n\t\tif ctx.Err()", "if ctx.Err()"}},
 	{"copy to the wrong offset", "lane.go", []string{"data, b, off-s.Data)", "data, b, 0)"}},
 	{"header not hashed", "plan.go", []string{"_, err = h.Write(text)", "_, err = h.Write(nil)"}},
-	{"change during the load not noticed", "lane.go", []string{"err := s.unchanged(f, s.Size); err != nil", "ctx.Err() != nil"}},
-	{"change before the load not noticed", "lane.go", []string{"err := s.unchanged(f, 0); err != nil", "ctx.Err() != nil"}},
+	{"change during the load not noticed", "lane.go", []string{
+		"err := s.unchanged(f, s.Size); err != nil", "ctx.Err() != nil"}},
+	{"change before the load not noticed", "lane.go", []string{
+		"err := s.unchanged(f, 0); err != nil", "ctx.Err() != nil"}},
 	{"free memory not looked at", "plan.go", []string{"need+o.Reserve > d.Free", "false"}},
 	{"failed load keeps its memory", "load.go", []string{
 		"e := t.Free(); e != nil", "e := err; e == nil",
@@ -46,7 +49,8 @@ var mutants = []struct {
 		"if err := ctx.Err(); err != nil {\n\t\treturn m,", "if err != nil {\n\t\treturn m,"}},
 	{"not sealed", "hostmem/hostmem.go", []string{"unix.F_SEAL_WRITE | unix.F_SEAL_GROW", "unix.F_SEAL_GROW"}},
 	{"published for writing", "hostmem/hostmem.go", []string{
-		`os.Open(fmt.Sprintf("/proc/self/fd/%d", f.Fd()))`, `os.OpenFile(fmt.Sprintf("/proc/self/fd/%d", f.Fd()), os.O_RDWR, 0)`}},
+		`os.Open(fmt.Sprintf("/proc/self/fd/%d", f.Fd()))`,
+		`os.OpenFile(fmt.Sprintf("/proc/self/fd/%d", f.Fd()), os.O_RDWR, 0)`}},
 	{"failed copy forgotten", "hostmem/hostmem.go", []string{"t.failed.CompareAndSwap(nil, &err)", ""}},
 }
 

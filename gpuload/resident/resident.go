@@ -68,7 +68,9 @@ func Listen(ctx context.Context, addr string, open bool) (net.Listener, error) {
 // Run answers on l from the start, not ready at first. It calls load, then loaded, and from then on is ready until ctx
 // ends, which is no error. Before it returns it closes l and frees the weights. It returns the error of load, of loaded
 // or of the listener.
-func (s *Server) Run(ctx context.Context, l net.Listener, load func(context.Context) (Held, error), loaded func(Held) error) error {
+func (s *Server) Run(ctx context.Context, l net.Listener, load func(context.Context) (Held, error),
+	loaded func(Held) error,
+) error {
 	ctx, stop := context.WithCancelCause(ctx)
 	defer stop(nil)
 	server, accepted := s.httpServer(), make(chan error, 1)
@@ -89,7 +91,8 @@ func (s *Server) Run(ctx context.Context, l net.Listener, load func(context.Cont
 }
 
 // stop lets readiness fail first, then waits for requests, then for leases.
-func (s *Server) stop(ctx context.Context, server *http.Server, accepted <-chan error, weights *gpuload.Resident) error {
+func (s *Server) stop(ctx context.Context, server *http.Server, accepted <-chan error, weights *gpuload.Resident,
+) error {
 	s.ending.Store(true)
 	ctx, cancel := context.WithTimeout(ctx, s.Drain)
 	defer cancel()
