@@ -26,40 +26,47 @@ import (
 // handler parses a request, calls one operation, and writes its outcome.
 type handler func(r *Registry, w *response, q *request) error
 
-// route is one row of the route table. An open route is answered at any time and to anybody.
+// route is one row of the route table. need is what the caller must be allowed to do, in the repository of the path or, if
+// it has none, in any; it is asked before anything is parsed, and the operation asks again. known asks only that a token
+// that is given is a good one, and nobody answers at any time and to anybody.
 type route struct {
 	methods string
 	path    string
+	need    access.Action
 	handle  handler
-	open    bool
 }
+
+const (
+	nobody access.Action = ""
+	known  access.Action = "known"
+)
 
 // routes is every route that there is.
 var routes = []route{
-	{"GET HEAD", "/health", (*Registry).getHealth, true},
-	{"GET HEAD", "/v1/health", (*Registry).getHealth, true},
-	{"GET HEAD", "/readyz", (*Registry).getReady, true},
+	{"GET HEAD", "/health", nobody, (*Registry).getHealth},
+	{"GET HEAD", "/v1/health", nobody, (*Registry).getHealth},
+	{"GET HEAD", "/readyz", nobody, (*Registry).getReady},
 
-	{"GET HEAD", "/v2/", (*Registry).getPing, false},
-	{"POST", "/v2/{name:.+}/blobs/uploads/", (*Registry).postUpload, false},
-	{"GET HEAD", "/v2/{name:.+}/blobs/uploads/{id}", (*Registry).getUpload, false},
-	{"PATCH", "/v2/{name:.+}/blobs/uploads/{id}", (*Registry).patchUpload, false},
-	{"PUT", "/v2/{name:.+}/blobs/uploads/{id}", (*Registry).putUpload, false},
-	{"DELETE", "/v2/{name:.+}/blobs/uploads/{id}", (*Registry).deleteUpload, false},
-	{"GET HEAD", "/v2/{name:.+}/blobs/{digest}", (*Registry).getBlob, false},
-	{"DELETE", "/v2/{name:.+}/blobs/{digest}", (*Registry).deleteBlob, false},
-	{"GET HEAD", "/v2/{name:.+}/manifests/{ref}", (*Registry).getManifest, false},
-	{"PUT", "/v2/{name:.+}/manifests/{ref}", (*Registry).putManifest, false},
-	{"DELETE", "/v2/{name:.+}/manifests/{ref}", (*Registry).deleteManifest, false},
-	{"GET HEAD", "/v2/{name:.+}/tags/list", (*Registry).getTags, false},
-	{"GET HEAD", "/v2/{name:.+}/referrers/{digest}", (*Registry).getReferrers, false},
+	{"GET HEAD", "/v2/", known, (*Registry).getPing},
+	{"POST", "/v2/{name:.+}/blobs/uploads/", access.Push, (*Registry).postUpload},
+	{"GET HEAD", "/v2/{name:.+}/blobs/uploads/{id}", access.Push, (*Registry).getUpload},
+	{"PATCH", "/v2/{name:.+}/blobs/uploads/{id}", access.Push, (*Registry).patchUpload},
+	{"PUT", "/v2/{name:.+}/blobs/uploads/{id}", access.Push, (*Registry).putUpload},
+	{"DELETE", "/v2/{name:.+}/blobs/uploads/{id}", access.Push, (*Registry).deleteUpload},
+	{"GET HEAD", "/v2/{name:.+}/blobs/{digest}", access.Pull, (*Registry).getBlob},
+	{"DELETE", "/v2/{name:.+}/blobs/{digest}", access.Delete, (*Registry).deleteBlob},
+	{"GET HEAD", "/v2/{name:.+}/manifests/{ref}", access.Pull, (*Registry).getManifest},
+	{"PUT", "/v2/{name:.+}/manifests/{ref}", access.Push, (*Registry).putManifest},
+	{"DELETE", "/v2/{name:.+}/manifests/{ref}", access.Delete, (*Registry).deleteManifest},
+	{"GET HEAD", "/v2/{name:.+}/tags/list", access.Pull, (*Registry).getTags},
+	{"GET HEAD", "/v2/{name:.+}/referrers/{digest}", access.Pull, (*Registry).getReferrers},
 
-	{"GET HEAD", "/v1/openapi.yaml", (*Registry).getOpenAPI, false},
-	{"GET HEAD", "/v1/bases", (*Registry).getBases, false},
-	{"GET HEAD", "/v1/bases/{aggregate}", (*Registry).getBase, false},
-	{"GET HEAD", "/v1/bases/{aggregate}/manifest", (*Registry).getBaseManifest, false},
-	{"GET HEAD", "/v1/bases/{aggregate}/artifacts", (*Registry).getArtifacts, false},
-	{"POST", "/v1/compare", (*Registry).postCompare, false},
+	{"GET HEAD", "/v1/openapi.yaml", access.Pull, (*Registry).getOpenAPI},
+	{"GET HEAD", "/v1/bases", access.Pull, (*Registry).getBases},
+	{"GET HEAD", "/v1/bases/{aggregate}", access.Pull, (*Registry).getBase},
+	{"GET HEAD", "/v1/bases/{aggregate}/manifest", access.Pull, (*Registry).getBaseManifest},
+	{"GET HEAD", "/v1/bases/{aggregate}/artifacts", access.Pull, (*Registry).getArtifacts},
+	{"POST", "/v1/compare", access.Pull, (*Registry).postCompare},
 }
 
 func newRouter(r *Registry) http.Handler {
@@ -67,10 +74,10 @@ func newRouter(r *Registry) http.Handler {
 	for _, rt := range routes {
 		m.HandleFunc(rt.path, r.serve(rt)).Methods(strings.Fields(rt.methods)...)
 	}
-	m.NotFoundHandler = r.serve(route{open: true, handle: func(*Registry, *response, *request) error {
+	m.NotFoundHandler = r.serve(route{need: nobody, handle: func(*Registry, *response, *request) error {
 		return api.Errorf(api.CodeRouteUnknown, "")
 	}})
-	m.MethodNotAllowedHandler = r.serve(route{open: true, handle: func(_ *Registry, w *response, q *request) error {
+	m.MethodNotAllowedHandler = r.serve(route{need: nobody, handle: func(_ *Registry, w *response, q *request) error {
 		w.Header().Set("Allow", strings.Join(allowed(m, q.Request), ", "))
 		return api.Errorf(api.CodeUnsupported, "")
 	}})
@@ -117,16 +124,25 @@ func (r *Registry) serve(rt route) http.HandlerFunc {
 	}
 }
 
-// admit finds out who the caller is.
+// admit finds out who the caller is, and turns away whoever may not use the route.
 func (r *Registry) admit(rt route, q *request) (err error) {
-	if rt.open {
+	if rt.need == nobody {
 		return nil
 	}
 	if r.state.Load() == starting {
 		return api.Errorf(api.CodeUnavailable, "the index is being brought level with the store; try again soon")
 	}
-	q.caller, err = r.access.Caller(q.Request)
-	return err
+	if q.caller, err = r.access.Caller(q.Request); err != nil || rt.need == known {
+		return err
+	}
+	if _, ok := mux.Vars(q.Request)["name"]; !ok {
+		return q.caller.CheckAnywhere(rt.need)
+	}
+	repo, err := q.repo()
+	if err != nil {
+		return err
+	}
+	return q.caller.Check(rt.need, repo)
 }
 
 // refuse answers with an error. Once an answer has begun, all that is left is to break it off.
@@ -398,8 +414,5 @@ func (r *Registry) getReady(w *response, q *request) error {
 }
 
 func (r *Registry) getOpenAPI(w *response, q *request) error {
-	if err := q.caller.CheckAnywhere(access.Pull); err != nil {
-		return err
-	}
 	return w.bytes(q, http.StatusOK, "application/yaml", api.OpenAPI())
 }

@@ -61,9 +61,10 @@ type Registry struct {
 	idle    time.Duration
 	router  http.Handler
 
-	state  atomic.Int32
-	writes sync.RWMutex // held for writing while the index is rebuilt
-	kept   watermark
+	state   atomic.Int32
+	writes  sync.RWMutex // held for writing while the index is rebuilt
+	kept    watermark
+	handles sync.Map // by id: the blobstore.Upload of each upload that this process has used and that has not ended
 }
 
 // The states of a registry.

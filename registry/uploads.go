@@ -35,6 +35,7 @@ func (r *Registry) CreateUpload(ctx context.Context, c access.Caller, repo strin
 	if err != nil {
 		return "", errors.Join(err, s.Abort(context.WithoutCancel(ctx)))
 	}
+	r.handles.Store(s.ID(), s)
 	return s.ID(), nil
 }
 
@@ -53,11 +54,24 @@ func (r *Registry) upload(ctx context.Context, c access.Caller, repo, id string)
 	case u.Repo != repo || u.Caller != c.Name || !u.Expires.After(r.now()):
 		return nil, u, unknown
 	}
-	s, err := r.store.Resume(ctx, id)
+	s, err := r.resume(ctx, id)
 	if errors.Is(err, blobstore.ErrUploadUnknown) {
 		return nil, u, unknown
 	}
 	return s, u, err
+}
+
+// resume returns the store's handle of an upload. Only the first use of an upload in this process has the store open it:
+// while it does, the upload is busy, and asking for its state must not get in the way of an append.
+func (r *Registry) resume(ctx context.Context, id string) (blobstore.Upload, error) {
+	if s, ok := r.handles.Load(id); ok {
+		return s.(blobstore.Upload), nil
+	}
+	s, err := r.store.Resume(ctx, id)
+	if err == nil {
+		r.handles.Store(id, s)
+	}
+	return s, err
 }
 
 // StatUpload returns how many bytes of an upload the registry holds. ErrBlobUploadUnknown.
@@ -130,6 +144,7 @@ func (r *Registry) commit(ctx context.Context, s blobstore.Upload, repo string, 
 	case err != nil:
 		return i, err
 	}
+	r.handles.Delete(s.ID())
 	return i, r.link(ctx, repo, i, index.DeleteUpload{ID: s.ID()})
 }
 
@@ -144,7 +159,7 @@ func (r *Registry) CancelUpload(ctx context.Context, c access.Caller, repo, id s
 
 // drop ends an upload, whoever it belongs to.
 func (r *Registry) drop(ctx context.Context, id string) error {
-	s, err := r.store.Resume(ctx, id)
+	s, err := r.resume(ctx, id)
 	if err == nil {
 		err = s.Abort(ctx)
 	}
@@ -155,6 +170,7 @@ func (r *Registry) drop(ctx context.Context, id string) error {
 }
 
 func (r *Registry) forget(ctx context.Context, id string) error {
+	r.handles.Delete(id)
 	r.writes.RLock()
 	defer r.writes.RUnlock()
 	return r.ix.Apply(ctx, index.DeleteUpload{ID: id})

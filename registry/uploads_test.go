@@ -173,12 +173,13 @@ func (s *server) half(method, path string, announced int, body []byte) net.Conn 
 func (s *server) received(at string, n int) {
 	s.t.Helper()
 	want := fmt.Sprintf("0-%d", n-1)
+	var a answer
 	for deadline := time.Now().Add(5 * time.Second); time.Now().Before(deadline); {
-		if a := s.do("GET", at, nil); a.status == 204 && a.header.Get("Range") == want {
+		if a = s.do("GET", at, nil); a.status == 204 && a.header.Get("Range") == want {
 			return
 		}
 	}
-	s.t.Fatalf("upload never had %d bytes", n)
+	s.t.Fatalf("upload never had %d bytes, but %v\n%s", n, a, s.log)
 }
 
 func TestDroppedClientAndRestart(t *testing.T) {
