@@ -101,7 +101,7 @@ type fetcher struct {
 }
 
 // fetch downloads files, of which no two have the same digest. One that fails does not end the others, unless the reason
-// will meet them as well.
+// will meet them as well. If ctx ends, the error is its cause.
 func (f *fetcher) fetch(ctx context.Context, files []staging.File) error {
 	f.buffers = make(chan []byte, segments)
 	for range segments {
@@ -112,6 +112,7 @@ func (f *fetcher) fetch(ctx context.Context, files []staging.File) error {
 	}
 	files = slices.Clone(files)
 	slices.SortStableFunc(files, func(a, b staging.File) int { return cmp.Compare(b.Size, a.Size) })
+	caller := ctx
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	var g errgroup.Group
@@ -136,8 +137,11 @@ func (f *fetcher) fetch(ctx context.Context, files []staging.File) error {
 		})
 	}
 	_ = g.Wait() // the reasons are in failed
-	if len(f.failed) == 0 {
+	switch {
+	case len(f.failed) == 0:
 		return nil
+	case caller.Err() != nil:
+		return context.Cause(caller)
 	}
 	slices.SortFunc(f.failed, func(a, b FailedFile) int {
 		return cmp.Or(cmp.Compare(rank(a.Err), rank(b.Err)), cmp.Compare(a.Name, b.Name))

@@ -46,7 +46,9 @@ func (s *site) interrupted(dir string, b []byte, n int) {
 	})
 	o := s.options()
 	o.Jobs = 1
-	if _, err := transfer.Pull(ctx, s.c, s.resolve("m", "v1"), dir, o); !errors.Is(err, context.Canceled) {
+	_, err := transfer.Pull(ctx, s.c, s.resolve("m", "v1"), dir, o)
+	var fetch *transfer.FetchError
+	if !errors.Is(err, context.Canceled) || errors.As(err, &fetch) {
 		s.t.Fatalf("interrupted pull: %v", err)
 	}
 	s.nothingAt(dir)

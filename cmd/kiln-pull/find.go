@@ -48,6 +48,9 @@ func findCommand() *cobra.Command {
 }
 
 func (f *findFlags) find(ctx context.Context, a identity.Aggregate, stdout, stderr io.Writer) error {
+	if f.kind != "" && !api.Kind(f.kind).Known() {
+		return cli.Usagef("--kind %q: no such kind", f.kind)
+	}
 	c, err := f.Client(f.registry, func(s string) {
 		if !f.Quiet {
 			fmt.Fprintln(stderr, s)
@@ -143,13 +146,20 @@ type baseJSON struct {
 
 func (o *findings) base(s identity.Summary, packaging identity.Digest, h api.Held) {
 	o.head(func() string {
-		return fmt.Sprintf("base %s: %d shards, %s", s.Aggregate, s.ShardCount, cli.Bytes(int64(s.TotalSize)))
+		return fmt.Sprintf("base %s: %s, %s", s.Aggregate, shards(s.ShardCount), cli.Bytes(int64(s.TotalSize)))
 	})
 	if o.json != nil {
 		o.encode(baseJSON{api.KindBase, packaging, s, h})
 		return
 	}
 	o.row(api.KindBase, h, "packaging "+packaging.Hex()[:12])
+}
+
+func shards(n int) string {
+	if n == 1 {
+		return "1 shard"
+	}
+	return fmt.Sprintf("%d shards", n)
 }
 
 func (o *findings) artifact(x api.Artifact) {

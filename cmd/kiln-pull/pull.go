@@ -87,7 +87,7 @@ func (f *pullFlags) transfer(ctx context.Context, c *client.Client, s source, di
 
 // pulledJSON is the last line of pull --json.
 type pulledJSON struct {
-	Event     string             `json:"event"` // result
+	Event     string             `json:"event"` // pulled
 	Folder    string             `json:"folder"`
 	Reference string             `json:"reference"`
 	Aggregate identity.Aggregate `json:"aggregate_sha256,omitzero"`
@@ -102,7 +102,7 @@ type pulledJSON struct {
 
 func writePulled(w io.Writer, asJSON bool, plan transfer.Plan, done transfer.Pulled) error {
 	out := pulledJSON{
-		Event: "result", Folder: done.Target, Reference: plan.Reference(), Aggregate: plan.Aggregate, Files: len(plan.Files),
+		Event: "pulled", Folder: done.Target, Reference: plan.Reference(), Aggregate: plan.Aggregate, Files: len(plan.Files),
 		Size: plan.Bytes(), Already: done.Already, Received: done.Received, Resumed: done.Resumed, Reused: done.Reused,
 		Verified: done.Record.Verified,
 	}

@@ -51,7 +51,7 @@ func verifyCommand() *cobra.Command {
 
 // verdict is the answer, and the last line of verify --json.
 type verdict struct {
-	Event     string             `json:"event"` // result
+	Event     string             `json:"event"` // verified
 	Folder    string             `json:"folder"`
 	Against   string             `json:"against"` // empty: there was nothing to compare with
 	Match     bool               `json:"match"`
@@ -76,7 +76,7 @@ func (f *verifyFlags) verify(ctx context.Context, dir string, stdout, stderr io.
 		return absent(dir, known)
 	}
 	show := progress.New(f.Flags, stdout, stderr)
-	v := verdict{Event: "result", Folder: target}
+	v := verdict{Event: "verified", Folder: target}
 	err = f.compare(ctx, known, &v, show)
 	show.Close()
 	if err != nil {
