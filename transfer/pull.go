@@ -80,7 +80,9 @@ func Pull(ctx context.Context, c *client.Client, plan Plan, dir string, o PullOp
 	if p.area, err = staging.Open(ctx, target, o.Staging); err != nil {
 		return p.done, err
 	}
-	err = p.run(ctx)
+	if err = p.look(); err == nil && !p.done.Already { // another pull may have ended just now
+		err = p.run(ctx)
+	}
 	return p.done, errors.Join(err, p.area.Close())
 }
 
@@ -126,6 +128,7 @@ func place(dir string) (string, error) {
 
 // look finds out what is at the target and what may become of it.
 func (p *pull) look() error {
+	p.occupied, p.may, p.extra, p.use = false, false, nil, nil
 	there, err := list(p.done.Target)
 	if err != nil || len(there) == 0 {
 		return err
@@ -230,7 +233,12 @@ func (p *pull) run(ctx context.Context) error {
 	if err := p.identity(); err != nil {
 		return err
 	}
-	p.done.Record, err = p.area.Publish(p.plan.Record)
+	replace := p.may
+	if err := p.look(); err != nil { // much may have happened at the target meanwhile
+		return err
+	}
+	p.done.Already = false
+	p.done.Record, err = p.area.Publish(p.plan.Record, replace)
 	return err
 }
 

@@ -59,6 +59,43 @@ func TestTwoPulls(t *testing.T) {
 	s.holds(dir, files)
 }
 
+// TestAppears: what appears at the target while a pull is under way is not lost.
+func TestAppears(t *testing.T) {
+	s := newSite(t)
+	files := model(1, mib)
+	s.push("m", "v1", files)
+	for name, o := range map[string]transfer.PullOptions{"new": s.options(), "repair": s.options()} {
+		t.Run(name, func(t *testing.T) {
+			dir := filepath.Join(t.TempDir(), "m")
+			if name == "repair" {
+				s.pull(dir, files)
+				if err := os.Truncate(filepath.Join(dir, "model-a.safetensors"), 5); err != nil {
+					t.Fatal(err)
+				}
+			}
+			thesis := filepath.Join(dir, "thesis.txt")
+			s.onBlob(func(w http.ResponseWriter, r *http.Request, next http.Handler) {
+				write(t, thesis, []byte("my only copy"))
+				next.ServeHTTP(w, r)
+			})
+			if _, err := transfer.Pull(t.Context(), s.c, s.resolve("m", "v1"), dir, o); !errors.Is(err, transfer.ErrOccupied) {
+				t.Errorf("got %v", err)
+			}
+			if _, err := os.Stat(thesis); err != nil {
+				t.Error(err)
+			}
+			if err := os.Remove(thesis); err != nil {
+				t.Fatal(err)
+			}
+			s.onBlob(nil)
+			s.pull(dir, files)
+			if s.sent() != 0 {
+				t.Errorf("%d bytes were sent again", s.sent())
+			}
+		})
+	}
+}
+
 // TestDamaged: a file of a pulled folder that changed is fetched anew, the others are used.
 func TestDamaged(t *testing.T) {
 	files := model(3, mib)
@@ -390,6 +427,7 @@ func TestMemory(t *testing.T) {
 		for i := range 2 {
 			plan.Files = append(plan.Files, staging.File{Name: fmt.Sprint(i), Size: size, Digest: d})
 		}
+		runtime.GC() // the buffers of the run before
 		var mu sync.Mutex
 		seen := 0
 		o := transfer.PullOptions{Watch: func(transfer.Event) {
@@ -406,7 +444,6 @@ func TestMemory(t *testing.T) {
 		}
 		return high
 	}
-	runtime.GC()
 	small, large := peak(32*mib), peak(256*mib)
 	t.Logf("heap in use: %d MiB with files of 32 MiB, %d MiB with files of 256 MiB", small/mib, large/mib)
 	if large > small+8*mib || large > 56*mib {

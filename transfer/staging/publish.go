@@ -53,11 +53,12 @@ func (a *Area) place(stage, name string) (*os.File, error) {
 	return os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o666)
 }
 
-// Publish puts the folder in place, whole, then records it. Every file of r must have been verified in this area. If
-// there is a folder at the target already, it is replaced: in one step where the filesystem can exchange two folders,
-// else with an instant in which there is none. An empty folder is replaced like none. On an error the target is as it
-// was, unless only the last steps failed: then the new folder is there and Known calls the pull started.
-func (a *Area) Publish(r Record) (Record, error) {
+// Publish puts the folder in place, whole, then records it. Every file of r must have been verified in this area. A folder
+// that is at the target is replaced if replace is set: in one step where the filesystem can exchange two folders, else
+// with an instant in which there is none. Without replace it is an error that is fs.ErrExist, unless it is empty. On an
+// error the target is as it was, unless only the last steps failed: then the new folder is there and Known calls the pull
+// started.
+func (a *Area) Publish(r Record, replace bool) (Record, error) {
 	stage := filepath.Join(a.dir, stagePrefix+a.id)
 	for _, f := range r.Files {
 		if !a.verified[f.Digest] {
@@ -67,7 +68,7 @@ func (a *Area) Publish(r Record) (Record, error) {
 	if err := a.fill(stage, r); err != nil {
 		return r, errors.Join(fmt.Errorf("publish %s: %w", a.target, err), os.RemoveAll(stage))
 	}
-	if err := a.swap(stage); err != nil {
+	if err := a.swap(stage, replace); err != nil {
 		return r, errors.Join(fmt.Errorf("publish %s: %w", a.target, err), os.RemoveAll(stage))
 	}
 	return a.Confirm(r)
@@ -156,7 +157,7 @@ func (a *Area) twin(from, to string, d identity.Digest) error {
 }
 
 // swap puts the folder in place. Meanwhile there is no record of the old one, which could be taken for one of the new.
-func (a *Area) swap(stage string) error {
+func (a *Area) swap(stage string, replace bool) error {
 	if err := a.Held(); err != nil {
 		return err
 	}
@@ -172,7 +173,7 @@ func (a *Area) swap(stage string) error {
 	if err := a.disk.Remove(path); err != nil {
 		return err
 	}
-	if err = a.exchange(stage); err != nil && old != nil {
+	if err = a.exchange(stage, replace); err != nil && old != nil {
 		if now, serr := os.Lstat(a.target); serr == nil && !os.SameFile(now, mine) { // only the last sync may have failed
 			err = errors.Join(err, writeRecord(a.disk, path, *old))
 		}
@@ -180,12 +181,11 @@ func (a *Area) swap(stage string) error {
 	return err
 }
 
-func (a *Area) exchange(stage string) error {
-	err := a.disk.Move(stage, a.target) // replaces nothing but an empty folder
-	if !errors.Is(err, fs.ErrExist) {
-		return err
+func (a *Area) exchange(stage string, replace bool) error {
+	if err := syscall.Rmdir(a.target); err == nil || errors.Is(err, fs.ErrNotExist) || !replace {
+		return a.disk.Move(stage, a.target) // replaces nothing
 	}
-	if err = a.disk.Exchange(stage, a.target); !errors.Is(err, errors.ErrUnsupported) {
+	if err := a.disk.Exchange(stage, a.target); !errors.Is(err, errors.ErrUnsupported) {
 		return err
 	}
 	old := filepath.Join(a.dir, oldPrefix+a.id)

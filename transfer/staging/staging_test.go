@@ -208,7 +208,17 @@ func TestPublish(t *testing.T) {
 	if _, err := os.Lstat(target); !errors.Is(err, fs.ErrNotExist) {
 		t.Fatalf("the target is there before it is published: %v", err)
 	}
-	done, err := a.Publish(r)
+	mine := filepath.Join(target, "mine")
+	if err := errors.Join(os.Mkdir(target, 0o755), os.WriteFile(mine, nil, 0o644)); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := a.Publish(r, false); !errors.Is(err, fs.ErrExist) {
+		t.Fatalf("a folder that is there: %v", err)
+	}
+	if err := os.Remove(mine); err != nil {
+		t.Fatal(err)
+	}
+	done, err := a.Publish(r, false) // the folder is empty now
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -254,7 +264,7 @@ func TestUnverified(t *testing.T) {
 	if err := p.Close(); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := a.Publish(r); !errors.Is(err, ErrUnverified) {
+	if _, err := a.Publish(r, true); !errors.Is(err, ErrUnverified) {
 		t.Errorf("published: %v", err)
 	}
 	if _, err := os.Lstat(target); !errors.Is(err, fs.ErrNotExist) {
@@ -272,7 +282,7 @@ func TestPublishFaults(t *testing.T) {
 		for n := 1; ; n++ {
 			target := filepath.Join(t.TempDir(), "m")
 			a := open(t, target, Options{})
-			if _, err := a.Publish(put(t, a, old)); err != nil {
+			if _, err := a.Publish(put(t, a, old), false); err != nil {
 				t.Fatal(err)
 			}
 			closeArea(t, a)
@@ -291,7 +301,7 @@ func TestPublishFaults(t *testing.T) {
 				}
 				return fault
 			}
-			_, err := a.Publish(r)
+			_, err := a.Publish(r, true)
 			a.disk.Fault = nil
 			if count < n {
 				closeArea(t, a)
@@ -320,7 +330,7 @@ func TestPublishFaults(t *testing.T) {
 			closeArea(t, a)
 
 			a = open(t, target, Options{})
-			if _, err := a.Publish(put(t, a, files)); err != nil {
+			if _, err := a.Publish(put(t, a, files), true); err != nil {
 				t.Fatalf("after change %d failed: %v", n, err)
 			}
 			holds(t, target, files)
@@ -350,7 +360,7 @@ func TestPlainFilesystem(t *testing.T) {
 		}
 		files := map[string][]byte{"a": random(10 + i), "twin": random(10 + i), "c/d": random(21)}
 		r := put(t, a, files)
-		if _, err := a.Publish(r); err != nil {
+		if _, err := a.Publish(r, true); err != nil {
 			t.Fatal(err)
 		}
 		holds(t, target, files)
@@ -368,7 +378,7 @@ func TestMovedAway(t *testing.T) {
 	target := filepath.Join(t.TempDir(), "m")
 	a := open(t, target, Options{})
 	files := map[string][]byte{"a": random(10)}
-	if _, err := a.Publish(put(t, a, files)); err != nil {
+	if _, err := a.Publish(put(t, a, files), true); err != nil {
 		t.Fatal(err)
 	}
 	if err := os.Rename(target, filepath.Join(dirOf(target), oldPrefix+"x")); err != nil {
@@ -384,7 +394,7 @@ func TestUmask(t *testing.T) {
 	target := filepath.Join(t.TempDir(), "m")
 	a := open(t, target, Options{})
 	defer closeArea(t, a)
-	if _, err := a.Publish(put(t, a, map[string][]byte{"sub/a": random(10), "sub/twin": random(10)})); err != nil {
+	if _, err := a.Publish(put(t, a, map[string][]byte{"sub/a": random(10), "sub/twin": random(10)}), false); err != nil {
 		t.Fatal(err)
 	}
 	for name, want := range map[string]fs.FileMode{"": 0o750, "sub": 0o750, "sub/a": 0o640, "sub/twin": 0o640} {
@@ -529,7 +539,7 @@ func TestLost(t *testing.T) {
 	if _, err := p.Write(random(20)); !errors.Is(err, ErrLost) {
 		t.Errorf("write: %v", err)
 	}
-	if _, err := a.Publish(r); !errors.Is(err, ErrLost) {
+	if _, err := a.Publish(r, true); !errors.Is(err, ErrLost) {
 		t.Errorf("publish: %v", err)
 	}
 	if err := p.Close(); err != nil {
