@@ -212,7 +212,7 @@ func everyChange(t *testing.T, seeds uint64, run func(t *testing.T, dir string, 
 		for seed := range seeds {
 			t.Run(fmt.Sprintf("change %d, seed %d", n, seed), func(t *testing.T) {
 				rng := rand.New(rand.NewPCG(seed, uint64(n)))
-				tmp := t.TempDir()
+				tmp := memDir(t)
 				dir, after := filepath.Join(tmp, "store"), filepath.Join(tmp, "after")
 				newStore(t, dir)
 				c, w := newCrasher(t, dir, n, rng), &workload{rng: rng}

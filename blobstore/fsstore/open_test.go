@@ -171,7 +171,7 @@ func TestListPages(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "store")
 	newStore(t, dir)
 	st := open(t, dir)
-	const n = 2*page + 100
+	const n = page + 100
 	write(t, filepath.Join(dir, "blobs", "sha256", "ab", "not a digest"), "")
 	write(t, filepath.Join(dir, "blobs", "sha256", "ab", strings.Repeat("z", 64)), "")
 	for i := range n {

@@ -43,14 +43,16 @@ func seqs(t *testing.T, st *Store) (found []uint64, err error) {
 // the first Put and after each.
 func logOf(t *testing.T, puts ...[]uint64) (dir string, sizes []int64) {
 	t.Helper()
-	st, _ := openFaulty(t)
+	dir = filepath.Join(memDir(t), "store")
+	newStore(t, dir)
+	st := reopen(t, dir, &faulty{}, "")
 	sizes = []int64{st.refs.end}
 	for _, p := range puts {
 		putSeq(t, st, p...)
 		sizes = append(sizes, st.refs.end)
 	}
 	kill(t, st)
-	return st.dir, sizes
+	return dir, sizes
 }
 
 // reread opens a copy of a store whose log was changed.
@@ -90,6 +92,33 @@ func TestTornTail(t *testing.T) {
 	}
 	if _, err := reread(t, dir, func(log []byte) []byte { return log[:sizes[0]-1] }); !errors.Is(err, blobstore.ErrDamaged) {
 		t.Errorf("half a header: %v", err)
+	}
+}
+
+// TestTornBatch: frames that were written together may reach the disk in any order; a whole one behind a broken one is
+// no sign of damage then.
+func TestTornBatch(t *testing.T) {
+	dir, sizes := logOf(t, []uint64{1})
+	st := reopen(t, dir, &faulty{}, "")
+	start, size := sizes[1], 0
+	var batch []*frame
+	for seq := range uint64(3) {
+		payload, err := encodeRefs([]blobstore.Ref{{Seq: 2 + seq, Manifest: make([]byte, 10)}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		batch = append(batch, &frame{payload: payload, refs: 1})
+		size += frameHead + len(payload)
+	}
+	if err := st.refs.write(batch, size); err != nil {
+		t.Fatal(err)
+	}
+	kill(t, st)
+	for at := range size {
+		got, err := reread(t, st.dir, func(log []byte) []byte { log[start+int64(at)] ^= 1; return log })
+		if want := []uint64{1, 2, 3, 4}[:1+at/(size/3)]; err != nil || !slices.Equal(got, want) {
+			t.Fatalf("byte %d of %d: read %v, %v, want %v", at, size, got, err, want)
+		}
 	}
 }
 

@@ -32,6 +32,22 @@ func unsynced(op durable.Op, _ string, do func() error) error {
 	return do()
 }
 
+// memDir returns a temporary folder in memory where the machine has one: the tests that use it make and drop thousands of
+// files and have a model of the disk of their own.
+func memDir(t *testing.T) string {
+	t.Helper()
+	dir, err := os.MkdirTemp("/dev/shm", "fsstore-test-")
+	if err != nil {
+		return t.TempDir()
+	}
+	t.Cleanup(func() {
+		if err := os.RemoveAll(dir); err != nil {
+			t.Error(err)
+		}
+	})
+	return dir
+}
+
 func newStore(t testing.TB, dir string) {
 	t.Helper()
 	if err := initOn(durable.Disk{Fault: unsynced}, dir); err != nil {

@@ -98,7 +98,7 @@ func (u *upload) Append(ctx context.Context, off int64, r io.Reader) (kept int64
 		return 0, u.fail("append to", fmt.Errorf("%w: it has %d bytes, not %d", blobstore.ErrOffset, has, off))
 	}
 	for err == nil {
-		piece := make([]byte, 4096)
+		piece := make([]byte, 64<<10)
 		n, rerr := r.Read(piece)
 		var m int64
 		m, err = u.keep(s, piece[:n])

@@ -130,12 +130,17 @@ func (e *env) want(what string, err, want error) {
 	}
 }
 
-// random returns n bytes that depend on n and seed.
+// random returns n bytes that depend on n and seed. They repeat after a prime number of bytes, which no piece size is a
+// multiple of.
 func random(seed uint64, n int) []byte {
 	var key [32]byte
 	copy(key[:], fmt.Sprintf("%d %d", seed, n))
+	period := make([]byte, 4099)
+	rand.NewChaCha8(key).Read(period)
 	b := make([]byte, n)
-	rand.NewChaCha8(key).Read(b)
+	for at := 0; at < n; {
+		at += copy(b[at:], period)
+	}
 	return b
 }
 
