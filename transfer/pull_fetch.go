@@ -191,7 +191,8 @@ func (f *fetcher) file(ctx context.Context, file staging.File) (err error) {
 	f.watch.tell(Event{Step: Planned, Phase: PhaseDownload, File: file.Name, Total: file.Size - have})
 	if have > 0 {
 		f.resumed.Add(have)
-		f.watch.tell(Event{Step: Noted, File: file.Name, Note: fmt.Sprintf("%s: resumed at %d of %d bytes", file.Name, have, file.Size)})
+		note := fmt.Sprintf("%s: resumed at %d of %d bytes", file.Name, have, file.Size)
+		f.watch.tell(Event{Step: Noted, File: file.Name, Note: note})
 	}
 	for again := false; ; again = true {
 		d := download{f: f, file: file, p: p, have: have}

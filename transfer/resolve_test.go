@@ -3,6 +3,7 @@ package transfer_test
 import (
 	"errors"
 	"fmt"
+	"maps"
 	"net/http"
 	"os"
 	"path/filepath"
@@ -87,7 +88,8 @@ func TestRefusedManifests(t *testing.T) {
 			}
 		})
 	}
-	if _, err := transfer.Resolve(t.Context(), s.c, client.Reference{Host: s.host, Repo: "m"}); !errors.Is(err, transfer.ErrNoTag) {
+	_, err := transfer.Resolve(t.Context(), s.c, client.Reference{Host: s.host, Repo: "m"})
+	if !errors.Is(err, transfer.ErrNoTag) {
 		t.Errorf("without a tag: %v", err)
 	}
 }
@@ -134,7 +136,8 @@ func TestAggregate(t *testing.T) {
 	s := newSite(t)
 	files := map[string][]byte{"model.safetensors": shard(5000, 1), "config.json": []byte("{}")}
 	renamed := map[string][]byte{"weights.safetensors": files["model.safetensors"], "config.json": []byte("{}")}
-	template := map[string][]byte{"model.safetensors": files["model.safetensors"], "config.json": []byte("{}"), "chat.jinja": []byte("x")}
+	template := maps.Clone(files)
+	template["chat.jinja"] = []byte("x")
 	s.push("a/m", "v1", files)
 	want := s.resolve("a/m", "v1")
 	resolve := func(repo string) (transfer.Plan, error) {
@@ -203,11 +206,12 @@ func TestVerify(t *testing.T) {
 	if err := os.Remove(filepath.Join(dir, "e")); err != nil {
 		t.Fatal(err)
 	}
-	all := []string{"a: digest_mismatch: want sha256:", "c: short_file: want 4 bytes, got 3", "d: long_file: want 4 bytes, got 5", "e: missing"}
+	all := []string{"a: digest_mismatch: want sha256:", "c: short_file: want 4 bytes, got 3",
+		"d: long_file: want 4 bytes, got 5", "e: missing"}
 	check(false, all...)
 	check(true, append(all, `"x\x1b[31m": extra`)...)
-	if err := errors.Join(os.Rename(filepath.Join(dir, "sub"), filepath.Join(dir, "real")), os.Symlink("real", filepath.Join(dir, "sub")),
-		os.Remove(filepath.Join(dir, "a")), syscall.Mkfifo(filepath.Join(dir, "a"), 0o644)); err != nil {
+	if err := errors.Join(os.Rename(filepath.Join(dir, "sub"), filepath.Join(dir, "real")),
+		os.Symlink("real", filepath.Join(dir, "sub")), os.Remove(filepath.Join(dir, "a")), syscall.Mkfifo(filepath.Join(dir, "a"), 0o644)); err != nil {
 		t.Fatal(err)
 	}
 	check(false, append(append([]string{"a: not_a_regular_file"}, all[1:]...), "sub/b: missing")...)

@@ -45,8 +45,8 @@ func pullCommand() *cobra.Command {
 	cmd.Flags().StringVar(&f.registry, "registry", cli.Registry(), "where an AGGREGATE is asked for")
 	cmd.Flags().StringVar(&f.repo, "repo", "", "the repository from which an AGGREGATE is pulled")
 	cmd.Flags().IntVar(&f.options.Jobs, "jobs", 8, "files, or parts of a file, received at a time")
-	cmd.Flags().BoolVar(&f.options.Replace, "replace", false, "replace whatever folder is at DIR; files in it that match are used")
-	cmd.Flags().BoolVar(&f.options.Repair, "repair", false, "check a DIR that has no record, use its files that match, replace the rest")
+	cmd.Flags().BoolVar(&f.options.Replace, "replace", false, "replace the folder at DIR, whatever it is; its files that match are used")
+	cmd.Flags().BoolVar(&f.options.Repair, "repair", false, "take a DIR without a record: keep its files that match, replace the rest")
 	return cmd
 }
 

@@ -24,8 +24,8 @@ import (
 
 type verifyFlags struct {
 	cli.Flags
-	registry, repo, against string
-	jobs                    int
+	registry, against string
+	jobs              int
 }
 
 func verifyCommand() *cobra.Command {
@@ -148,7 +148,9 @@ func (f *verifyFlags) compare(ctx context.Context, known staging.Records, v *ver
 }
 
 // record compares every file.
-func (f *verifyFlags) record(ctx context.Context, r staging.Record, kind string, v *verdict, show *progress.Show) (err error) {
+func (f *verifyFlags) record(ctx context.Context, r staging.Record, kind string, v *verdict, show *progress.Show) (
+	err error,
+) {
 	plan := transfer.Plan{Record: r}
 	v.Against = strings.TrimSpace(kind + " " + plan.Reference())
 	v.Verified, err = transfer.Verify(ctx, v.Folder, r.Files, f.options(true, show))

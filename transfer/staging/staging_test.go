@@ -272,12 +272,26 @@ func TestUnverified(t *testing.T) {
 	}
 }
 
+// failNth fails the nth change of the disk, lost or persisted.
+func failNth(n int, persisted bool, count *int) func(durable.Op, string, func() error) error {
+	return func(_ durable.Op, _ string, do func() error) error {
+		if *count++; *count != n {
+			return do()
+		}
+		if persisted {
+			if err := do(); err != nil {
+				return err
+			}
+		}
+		return errors.New("injected")
+	}
+}
+
 // TestPublishFaults fails every change of the disk once, lost and persisted: the target holds the old files or the new
 // ones, whole, and the next pull ends well.
 func TestPublishFaults(t *testing.T) {
 	old := map[string][]byte{"a": random(10), "b": random(20)}
 	files := map[string][]byte{"a": random(11), "c/d": random(21)}
-	fault := errors.New("injected")
 	for _, persisted := range []bool{false, true} {
 		for n := 1; ; n++ {
 			target := filepath.Join(t.TempDir(), "m")
@@ -290,17 +304,7 @@ func TestPublishFaults(t *testing.T) {
 			a = open(t, target, Options{})
 			r := put(t, a, files)
 			count := 0
-			a.disk.Fault = func(op durable.Op, path string, do func() error) error {
-				if count++; count != n {
-					return do()
-				}
-				if persisted {
-					if err := do(); err != nil {
-						return err
-					}
-				}
-				return fault
-			}
+			a.disk.Fault = failNth(n, persisted, &count)
 			_, err := a.Publish(r, true)
 			a.disk.Fault = nil
 			if count < n {
