@@ -385,12 +385,14 @@ func resolveHeld(ctx context.Context, c *client.Client, a identity.Aggregate, h 
 	return p, nil
 }
 
-// differences lists the files, apart from shards, that are not the same in all plans.
+// differences lists the files that are not the same in all plans, apart from the shards and the index, which follows their
+// names.
 func differences(plans []Plan) (diffs []FileDifference) {
 	byName := map[string][]identity.Digest{}
 	for i, p := range plans {
 		for _, f := range p.Files {
-			if slices.ContainsFunc(p.Base.Shards, func(s identity.Shard) bool { return s.Filename == f.Name }) {
+			isShard := func(s identity.Shard) bool { return s.Filename == f.Name }
+			if f.Name == indexName || slices.ContainsFunc(p.Base.Shards, isShard) {
 				continue
 			}
 			if byName[f.Name] == nil {
