@@ -37,7 +37,21 @@ func TestCodesHaveStatusAndMessage(t *testing.T) {
 
 func TestNames(t *testing.T) {
 	good := []string{"a", "a/b", "a0/b-c/d__e.f", "team/model", "a---b"}
-	bad := []string{"", "A", "a/", "/a", "a//b", "a..b", "a___b", "-a", "a_", "a b", "a/../b", "ä", strings.Repeat("a", 256)}
+	bad := []string{
+		"",
+		"A",
+		"a/",
+		"/a",
+		"a//b",
+		"a..b",
+		"a___b",
+		"-a",
+		"a_",
+		"a b",
+		"a/../b",
+		"ä",
+		strings.Repeat("a", 256),
+	}
 	for _, s := range good {
 		if err := CheckRepo(s); err != nil {
 			t.Errorf("%q: %v", s, err)
@@ -60,8 +74,10 @@ func TestRefs(t *testing.T) {
 	hex := strings.Repeat("ab", 32)
 	for s, want := range map[string]error{
 		"v1": nil, "sha256:" + hex: nil,
-		"sha256:" + strings.ToUpper(hex): ErrDigestInvalid, "sha256:..": ErrDigestInvalid, "sha512:" + hex + hex: ErrDigestInvalid,
-		":": ErrDigestInvalid, "sha256:" + strings.Repeat("a", 10<<20): ErrDigestInvalid, ".": ErrTagInvalid,
+		"sha256:" + strings.ToUpper(hex): ErrDigestInvalid, "sha256:..": ErrDigestInvalid,
+		"sha512:" + hex + hex:                   ErrDigestInvalid,
+		":":                                     ErrDigestInvalid,
+		"sha256:" + strings.Repeat("a", 10<<20): ErrDigestInvalid, ".": ErrTagInvalid,
 	} {
 		r, err := ParseRef(s)
 		if !errors.Is(err, want) || want == nil && (err != nil || r.String() != s) {

@@ -45,31 +45,37 @@ var codes = map[Code]struct {
 	status  int
 	message string
 }{
-	CodeBlobUnknown:         {http.StatusNotFound, "blob unknown to this repository"},
-	CodeBlobUploadInvalid:   {http.StatusBadRequest, "blob upload invalid"},
-	CodeBlobUploadUnknown:   {http.StatusNotFound, "blob upload unknown to this repository"},
-	CodeDigestInvalid:       {http.StatusBadRequest, "the digest is not sha256: and 64 lowercase hex digits, or does not match the content"},
-	CodeManifestBlobUnknown: {http.StatusBadRequest, "the manifest refers to a blob or manifest that this repository does not hold"},
-	CodeManifestInvalid:     {http.StatusBadRequest, "manifest invalid"},
-	CodeManifestUnknown:     {http.StatusNotFound, "manifest unknown to this repository"},
-	CodeNameInvalid:         {http.StatusBadRequest, "invalid repository name"},
-	CodeNameUnknown:         {http.StatusNotFound, "repository unknown to this registry"},
-	CodeSizeInvalid:         {http.StatusBadRequest, "the size does not match the content"},
-	CodeUnauthorized:        {http.StatusUnauthorized, "authentication required"},
-	CodeDenied:              {http.StatusForbidden, "the caller is not allowed to do that"},
-	CodeUnsupported:         {http.StatusMethodNotAllowed, "the operation is unsupported"},
-	CodeTooManyRequests:     {http.StatusTooManyRequests, "too many requests"},
-	CodeTagInvalid:          {http.StatusBadRequest, "invalid tag"},
-	CodeRangeInvalid:        {http.StatusRequestedRangeNotSatisfiable, "the range cannot be satisfied"},
-	CodeContentTooLarge:     {http.StatusRequestEntityTooLarge, "the body is too large"},
-	CodeBlobReferred:        {http.StatusConflict, "a manifest of the repository refers to the blob"},
-	CodeParameterInvalid:    {http.StatusBadRequest, "invalid parameter"},
-	CodeAggregateUnknown:    {http.StatusNotFound, "no base model of that aggregate is known here"},
-	CodeRouteUnknown:        {http.StatusNotFound, "no such route"},
-	CodeUploadBusy:          {http.StatusTooManyRequests, "the upload is in use by another request"},
-	CodeStoreFull:           {http.StatusInsufficientStorage, "no space left in the store"},
-	CodeUnavailable:         {http.StatusServiceUnavailable, "the registry is not ready"},
-	CodeInternal:            {http.StatusInternalServerError, "the registry failed"},
+	CodeBlobUnknown:       {http.StatusNotFound, "blob unknown to this repository"},
+	CodeBlobUploadInvalid: {http.StatusBadRequest, "blob upload invalid"},
+	CodeBlobUploadUnknown: {http.StatusNotFound, "blob upload unknown to this repository"},
+	CodeDigestInvalid: {
+		http.StatusBadRequest,
+		"the digest is not sha256: and 64 lowercase hex digits, or does not match the content",
+	},
+	CodeManifestBlobUnknown: {
+		http.StatusBadRequest,
+		"the manifest refers to a blob or manifest that this repository does not hold",
+	},
+	CodeManifestInvalid:  {http.StatusBadRequest, "manifest invalid"},
+	CodeManifestUnknown:  {http.StatusNotFound, "manifest unknown to this repository"},
+	CodeNameInvalid:      {http.StatusBadRequest, "invalid repository name"},
+	CodeNameUnknown:      {http.StatusNotFound, "repository unknown to this registry"},
+	CodeSizeInvalid:      {http.StatusBadRequest, "the size does not match the content"},
+	CodeUnauthorized:     {http.StatusUnauthorized, "authentication required"},
+	CodeDenied:           {http.StatusForbidden, "the caller is not allowed to do that"},
+	CodeUnsupported:      {http.StatusMethodNotAllowed, "the operation is unsupported"},
+	CodeTooManyRequests:  {http.StatusTooManyRequests, "too many requests"},
+	CodeTagInvalid:       {http.StatusBadRequest, "invalid tag"},
+	CodeRangeInvalid:     {http.StatusRequestedRangeNotSatisfiable, "the range cannot be satisfied"},
+	CodeContentTooLarge:  {http.StatusRequestEntityTooLarge, "the body is too large"},
+	CodeBlobReferred:     {http.StatusConflict, "a manifest of the repository refers to the blob"},
+	CodeParameterInvalid: {http.StatusBadRequest, "invalid parameter"},
+	CodeAggregateUnknown: {http.StatusNotFound, "no base model of that aggregate is known here"},
+	CodeRouteUnknown:     {http.StatusNotFound, "no such route"},
+	CodeUploadBusy:       {http.StatusTooManyRequests, "the upload is in use by another request"},
+	CodeStoreFull:        {http.StatusInsufficientStorage, "no space left in the store"},
+	CodeUnavailable:      {http.StatusServiceUnavailable, "the registry is not ready"},
+	CodeInternal:         {http.StatusInternalServerError, "the registry failed"},
 }
 
 // One error per code, for errors.Is: it matches every *Error of that code, on either side of HTTP.
@@ -165,7 +171,8 @@ func (e *Error) Status() int {
 	return http.StatusInternalServerError
 }
 
-// AsError returns the *Error in err's chain. An error that has none is an internal one: its text stays out of the answer.
+// AsError returns the *Error in err's chain. An error that has none is an internal one: its text stays out of the
+// answer.
 func AsError(err error) *Error {
 	var e *Error
 	if errors.As(err, &e) {

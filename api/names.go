@@ -25,7 +25,11 @@ func CheckRepo(s string) error {
 		return Errorf(CodeNameInvalid, "repository name is longer than %d bytes", MaxRepoBytes)
 	}
 	if !repoGrammar.MatchString(s) {
-		return Errorf(CodeNameInvalid, "repository name %q: want lowercase letters, digits, single . _ - inside, / between", s)
+		return Errorf(
+			CodeNameInvalid,
+			"repository name %q: want lowercase letters, digits, single . _ - inside, / between",
+			s,
+		)
 	}
 	return nil
 }
@@ -33,7 +37,12 @@ func CheckRepo(s string) error {
 // CheckTag says whether s is a tag. ErrTagInvalid.
 func CheckTag(s string) error {
 	if !tagGrammar.MatchString(s) {
-		return Errorf(CodeTagInvalid, "tag %.140q: want at most %d of A-Z a-z 0-9 _ . -, not starting with . or -", s, MaxTagBytes)
+		return Errorf(
+			CodeTagInvalid,
+			"tag %.140q: want at most %d of A-Z a-z 0-9 _ . -, not starting with . or -",
+			s,
+			MaxTagBytes,
+		)
 	}
 	return nil
 }

@@ -53,17 +53,38 @@ func (s *server) guard(tokens map[string]string) (secrets map[string]string) {
 func TestEveryRouteAsksWhoCalls(t *testing.T) {
 	s := newServer(t)
 	agg, d := s.base("team/model", "v1", "m", "1")
-	secrets := s.guard(map[string]string{"other": "other/* pull,push,delete", "reader": "team/model pull", "writer": "team/model push",
-		"deleter": "team/model delete"})
+	secrets := s.guard(
+		map[string]string{"other": "other/* pull,push,delete", "reader": "team/model pull", "writer": "team/model push",
+			"deleter": "team/model delete"},
+	)
 	open := map[string]bool{"/health": true, "/v1/health": true, "/readyz": true}
 	general := map[string]bool{"/v2/": true, "/v1/bases": true, "/v1/openapi.yaml": true, "/v1/compare": true}
-	needs := map[string]string{"GET": "reader", "HEAD": "reader", "POST": "writer", "PATCH": "writer", "PUT": "writer", "DELETE": "deleter"}
+	needs := map[string]string{
+		"GET":    "reader",
+		"HEAD":   "reader",
+		"POST":   "writer",
+		"PATCH":  "writer",
+		"PUT":    "writer",
+		"DELETE": "deleter",
+	}
 	seen := 0
 	for method, path := range registry.Routes() {
 		seen++
 		isUpload := strings.Contains(path, "uploads")
-		url := strings.NewReplacer("{name:.+}", "team/model", "{digest}", d.String(), "{ref}", "v1", "{id}", strings.Repeat("0", 32),
-			"{aggregate}", agg.String()).Replace(path)
+		url := strings.NewReplacer(
+			"{name:.+}",
+			"team/model",
+			"{digest}",
+			d.String(),
+			"{ref}",
+			"v1",
+			"{id}",
+			strings.Repeat("0", 32),
+			"{aggregate}",
+			agg.String(),
+		).Replace(
+			path,
+		)
 		s.token = ""
 		a := s.do(method, url, nil)
 		if open[path] {
@@ -116,7 +137,9 @@ func TestListingsShowOnlyWhatMayBePulled(t *testing.T) {
 	agg, _ := s.base("secret/model", "v1", "s", "1", "2")
 	hidden, hiddenDigest := s.base("secret/only", "v1", "s", "3")
 	s.base("open/model", "v1", "o", "2", "1")
-	secrets := s.guard(map[string]string{"open": "open/** pull,push", "secret": "secret/** pull,push", "anonymous": "open/model pull"})
+	secrets := s.guard(
+		map[string]string{"open": "open/** pull,push", "secret": "secret/** pull,push", "anonymous": "open/model pull"},
+	)
 	s.token = ""
 	s.want(401, "GET", "/v2/", nil) // so that clients show who they are
 	s.want(200, "GET", api.PathManifest("open/model", "v1"), nil)
@@ -127,13 +150,16 @@ func TestListingsShowOnlyWhatMayBePulled(t *testing.T) {
 			t.Errorf("%+v", list)
 		}
 		base := get[api.Base](s, api.PathBase(agg))
-		if len(base.Packagings) != 1 || len(base.Packagings[0].Manifests) != 1 || base.Packagings[0].Manifests[0].Repository != "open/model" || base.Next != "" {
+		if len(base.Packagings) != 1 || len(base.Packagings[0].Manifests) != 1 ||
+			base.Packagings[0].Manifests[0].Repository != "open/model" ||
+			base.Next != "" {
 			t.Errorf("%+v", base)
 		}
 		if m := get[identity.Manifest](s, api.PathBaseManifest(agg)); m.Shards[0].Filename != "o-0.safetensors" {
 			t.Errorf("%+v", m)
 		}
-		for _, path := range []string{api.PathBase(hidden), api.PathBaseManifest(hidden), api.PathBaseManifest(agg) + "?repo=secret/model"} {
+		for _, path := range []string{api.PathBase(hidden), api.PathBaseManifest(hidden),
+			api.PathBaseManifest(agg) + "?repo=secret/model"} {
 			if a := s.do("GET", path, nil); a.status != 404 {
 				t.Errorf("%s: %v", path, a)
 			}
@@ -171,7 +197,8 @@ func TestListingsShowOnlyWhatMayBePulled(t *testing.T) {
 		t.Errorf("%+v", list)
 	}
 	s.token = secrets["secret"]
-	if list := get[api.ArtifactList](s, api.PathArtifacts(hidden)); len(list.Artifacts) != 1 || list.Artifacts[0].Kind != api.KindBase {
+	if list := get[api.ArtifactList](s, api.PathArtifacts(hidden)); len(list.Artifacts) != 1 ||
+		list.Artifacts[0].Kind != api.KindBase {
 		t.Errorf("%+v", list)
 	}
 }
@@ -183,7 +210,9 @@ func TestUploadBelongsToItsCaller(t *testing.T) {
 	at := s.begin("a/b")
 	s.token = secrets["two"]
 	for _, method := range []string{"GET", "PATCH", "PUT", "DELETE"} {
-		if a := s.do(method, at+"?digest="+identity.Sum(nil).String(), nil); method != "GET" && a.code() != api.CodeBlobUploadUnknown || a.status != 404 {
+		if a := s.do(method, at+"?digest="+identity.Sum(nil).String(), nil); method != "GET" &&
+			a.code() != api.CodeBlobUploadUnknown ||
+			a.status != 404 {
 			t.Errorf("%s: %v", method, a)
 		}
 	}

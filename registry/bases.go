@@ -21,7 +21,8 @@ const (
 	maxNewest = 10_000
 )
 
-// Bases lists up to n base models that the caller may pull, in order of aggregate, after one; zero means from the start.
+// Bases lists up to n base models that the caller may pull, in order of aggregate, after one; zero means from the
+// start.
 func (r *Registry) Bases(ctx context.Context, c access.Caller, after identity.Aggregate, n int) (api.BaseList, error) {
 	list := api.BaseList{Bases: []identity.Summary{}}
 	if err := c.CheckAnywhere(access.Pull); err != nil {
@@ -53,7 +54,13 @@ func unknownAggregate(a identity.Aggregate) error {
 
 // Base describes where the bytes of a base model are held, as far as the caller may pull them: a page of up to n
 // manifests after a cursor, by packaging. ErrAggregateUnknown.
-func (r *Registry) Base(ctx context.Context, c access.Caller, a identity.Aggregate, after string, n int) (api.Base, error) {
+func (r *Registry) Base(
+	ctx context.Context,
+	c access.Caller,
+	a identity.Aggregate,
+	after string,
+	n int,
+) (api.Base, error) {
 	var base api.Base
 	if err := c.CheckAnywhere(access.Pull); err != nil {
 		return base, err
@@ -95,12 +102,24 @@ func (r *Registry) held(ctx context.Context, rec index.Record) (api.Held, error)
 	if tags == nil {
 		tags = []string{}
 	}
-	return api.Held{Repository: rec.Repo, Digest: rec.Digest, MediaType: rec.MediaType, Tags: tags, Created: rec.Created}, err
+	return api.Held{
+		Repository: rec.Repo,
+		Digest:     rec.Digest,
+		MediaType:  rec.MediaType,
+		Tags:       tags,
+		Created:    rec.Created,
+	}, err
 }
 
 // BaseManifest returns the full shard manifest of a base. Names of shards differ between packagings: repo and d choose
 // one; where both are empty it is the newest that the caller may pull. ErrAggregateUnknown.
-func (r *Registry) BaseManifest(ctx context.Context, c access.Caller, a identity.Aggregate, repo string, d identity.Digest) (identity.Manifest, error) {
+func (r *Registry) BaseManifest(
+	ctx context.Context,
+	c access.Caller,
+	a identity.Aggregate,
+	repo string,
+	d identity.Digest,
+) (identity.Manifest, error) {
 	if err := c.CheckAnywhere(access.Pull); err != nil {
 		return identity.Manifest{}, err
 	}
@@ -113,7 +132,13 @@ func (r *Registry) BaseManifest(ctx context.Context, c access.Caller, a identity
 
 // newest finds the newest base of an aggregate that the caller may pull, in one repository or as one manifest if those
 // are given.
-func (r *Registry) newest(ctx context.Context, c access.Caller, a identity.Aggregate, repo string, d identity.Digest) (best index.Record, err error) {
+func (r *Registry) newest(
+	ctx context.Context,
+	c access.Caller,
+	a identity.Aggregate,
+	repo string,
+	d identity.Digest,
+) (best index.Record, err error) {
 	looked := 0
 	for rec, err := range r.ix.Find(ctx, index.Query{Aggregate: a, Kind: api.KindBase, Repo: repo, See: c.Sees}) {
 		if err != nil {
@@ -145,7 +170,12 @@ type ArtifactQuery struct {
 
 // Artifacts lists what was made from a base, whether that base is held here or not: repository by repository, newest
 // first in each.
-func (r *Registry) Artifacts(ctx context.Context, c access.Caller, a identity.Aggregate, aq ArtifactQuery) (api.ArtifactList, error) {
+func (r *Registry) Artifacts(
+	ctx context.Context,
+	c access.Caller,
+	a identity.Aggregate,
+	aq ArtifactQuery,
+) (api.ArtifactList, error) {
 	list := api.ArtifactList{Artifacts: []api.Artifact{}}
 	if err := c.CheckAnywhere(access.Pull); err != nil {
 		return list, err
@@ -170,7 +200,13 @@ func (r *Registry) Artifacts(ctx context.Context, c access.Caller, a identity.Ag
 		if err != nil {
 			return list, err
 		}
-		art := api.Artifact{Held: h, Kind: rec.Kind, State: rec.State, ArtifactType: rec.ArtifactType, Annotations: rec.Annotations}
+		art := api.Artifact{
+			Held:         h,
+			Kind:         rec.Kind,
+			State:        rec.State,
+			ArtifactType: rec.ArtifactType,
+			Annotations:  rec.Annotations,
+		}
 		if rec.Kind != api.KindBase {
 			art.Binding = api.Binding{Aggregate: rec.Aggregate, Evidence: rec.Evidence, Held: held}
 		}
@@ -193,7 +229,13 @@ func (r *Registry) Compare(ctx context.Context, c access.Caller, req api.Compare
 		return api.Comparison{}, err
 	}
 	diff := identity.Compare(a, b)
-	return api.Comparison{Same: a.SameContent(b), A: a.Summary(), B: b.Summary(), OnlyA: shards(diff.OnlyA), OnlyB: shards(diff.OnlyB)}, nil
+	return api.Comparison{
+		Same:  a.SameContent(b),
+		A:     a.Summary(),
+		B:     b.Summary(),
+		OnlyA: shards(diff.OnlyA),
+		OnlyB: shards(diff.OnlyB),
+	}, nil
 }
 
 func shards(in []identity.Shard) []api.Shard {
@@ -213,7 +255,10 @@ func (r *Registry) side(ctx context.Context, c access.Caller, s api.Side) (ident
 	}
 	switch {
 	case given != 1:
-		return identity.Manifest{}, api.Errorf(api.CodeParameterInvalid, "each side is one of an aggregate, a manifest and a reference")
+		return identity.Manifest{}, api.Errorf(
+			api.CodeParameterInvalid,
+			"each side is one of an aggregate, a manifest and a reference",
+		)
 	case s.Manifest != nil:
 		return *s.Manifest, nil
 	case s.Reference != "":

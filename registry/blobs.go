@@ -16,7 +16,12 @@ import (
 )
 
 // StatBlob describes a blob of a repository. ErrBlobUnknown if the repository does not hold it, whoever else does.
-func (r *Registry) StatBlob(ctx context.Context, c access.Caller, repo string, d identity.Digest) (blobstore.Info, error) {
+func (r *Registry) StatBlob(
+	ctx context.Context,
+	c access.Caller,
+	repo string,
+	d identity.Digest,
+) (blobstore.Info, error) {
 	if err := c.Check(access.Pull, repo); err != nil {
 		return blobstore.Info{}, err
 	}
@@ -50,7 +55,12 @@ func (r *Registry) DeleteBlob(ctx context.Context, c access.Caller, repo string,
 // Mount makes a blob that another repository holds visible in repo, without moving a byte. from names the other one;
 // empty means any that the caller may pull from. It is ErrBlobUnknown where there is none, or none that the caller may
 // pull from.
-func (r *Registry) Mount(ctx context.Context, c access.Caller, repo, from string, d identity.Digest) (blobstore.Info, error) {
+func (r *Registry) Mount(
+	ctx context.Context,
+	c access.Caller,
+	repo, from string,
+	d identity.Digest,
+) (blobstore.Info, error) {
 	if err := c.Check(access.Push, repo); err != nil {
 		return blobstore.Info{}, err
 	}

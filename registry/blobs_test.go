@@ -90,7 +90,8 @@ func TestRanges(t *testing.T) { // RG-10, RG-11
 func TestDigestTricks(t *testing.T) { // RG-14
 	s := newServer(t)
 	upper := "sha256:" + strings.ToUpper(identity.Sum(nil).Hex())
-	for _, d := range []string{upper, "sha256:..", "sha256:", "sha512:" + strings.Repeat("ab", 64), "md5:abc", "sha256:" + strings.Repeat("a", 32<<10),
+	for _, d := range []string{upper, "sha256:..", "sha256:", "sha512:" + strings.Repeat("ab", 64), "md5:abc",
+		"sha256:" + strings.Repeat("a", 32<<10),
 		"sha256%3A..%2F..", "sha256:" + strings.Repeat("a", 63) + "g"} {
 		for _, path := range []string{"/v2/a/blobs/" + d, "/v2/a/referrers/" + d} {
 			if a := s.do("GET", path, nil); a.status != 400 || a.code() != api.CodeDigestInvalid {
@@ -125,7 +126,8 @@ func TestBlobOfAnotherRepository(t *testing.T) {
 	}
 	// What can't be mounted opens an upload.
 	missing := identity.Sum([]byte("never"))
-	for _, q := range []string{"?mount=" + missing.String() + "&from=a", "?mount=" + d.String() + "&from=none", "?mount=" + missing.String(),
+	for _, q := range []string{"?mount=" + missing.String() + "&from=a", "?mount=" + d.String() + "&from=none",
+		"?mount=" + missing.String(),
 		"?mount=" + d.String() + "&from=No/Name"} {
 		if a := s.want(202, "POST", api.PathUploads("e")+q, nil); a.header.Get("Location") == "" {
 			t.Fatal(a)

@@ -26,9 +26,9 @@ import (
 // handler parses a request, calls one operation, and writes its outcome.
 type handler func(r *Registry, w *response, q *request) error
 
-// route is one row of the route table. need is what the caller must be allowed to do, in the repository of the path or, if
-// it has none, in any; it is asked before anything is parsed, and the operation asks again. known asks only that a token
-// that is given is a good one, and nobody answers at any time and to anybody.
+// route is one row of the route table. need is what the caller must be allowed to do, in the repository of the path
+// or, if it has none, in any; it is asked before anything is parsed, and the operation asks again. known asks only
+// that a token that is given is a good one, and nobody answers at any time and to anybody.
 type route struct {
 	methods string
 	path    string
@@ -302,8 +302,8 @@ func (p *progressReader) Read(b []byte) (int, error) {
 // period is cut off. The kernel sends a window without copying it.
 const window = 1 << 20
 
-// response is the writer of an answer. It gives the client another idle period with each piece, and keeps the io.ReaderFrom of
-// the connection usable, so that files are sent by the kernel.
+// response is the writer of an answer. It gives the client another idle period with each piece, and keeps the
+// io.ReaderFrom of the connection usable, so that files are sent by the kernel.
 type response struct {
 	http.ResponseWriter
 	control *http.ResponseController

@@ -26,7 +26,12 @@ const (
 
 // Tags lists up to n tags of a repository, in byte order, after the tag last; empty means from the start. more says
 // whether there are others. ErrNameUnknown if the repository holds nothing.
-func (r *Registry) Tags(ctx context.Context, c access.Caller, repo, last string, n int) (tags []string, more bool, err error) {
+func (r *Registry) Tags(
+	ctx context.Context,
+	c access.Caller,
+	repo, last string,
+	n int,
+) (tags []string, more bool, err error) {
 	if err := c.Check(access.Pull, repo); err != nil {
 		return nil, false, err
 	}
@@ -57,8 +62,14 @@ func (r *Registry) checkHolds(ctx context.Context, repo string) error {
 // Referrers lists manifests of a repository whose subject is d, of one artifact type unless that is empty: a page of up
 // to n, after a cursor, which is empty for the first. next is the cursor of the following page, empty if there is none.
 // A subject that nobody has put yet may have referrers.
-func (r *Registry) Referrers(ctx context.Context, c access.Caller, repo string, d identity.Digest, artifactType, after string,
-	n int) (page []v1.Descriptor, next string, err error) {
+func (r *Registry) Referrers(
+	ctx context.Context,
+	c access.Caller,
+	repo string,
+	d identity.Digest,
+	artifactType, after string,
+	n int,
+) (page []v1.Descriptor, next string, err error) {
 	if err := c.Check(access.Pull, repo); err != nil {
 		return nil, "", err
 	}
@@ -128,7 +139,9 @@ func (r *Registry) getReferrers(w *response, q *request) error {
 		}
 		w.next(api.PathReferrers(repo, d), link)
 	}
-	b, err := json.Marshal(v1.Index{Versioned: specs.Versioned{SchemaVersion: 2}, MediaType: v1.MediaTypeImageIndex, Manifests: page})
+	b, err := json.Marshal(
+		v1.Index{Versioned: specs.Versioned{SchemaVersion: 2}, MediaType: v1.MediaTypeImageIndex, Manifests: page},
+	)
 	if err != nil {
 		return err
 	}

@@ -21,7 +21,12 @@ import (
 const maxTagParams = 64
 
 // Manifest returns a manifest of a repository, by tag or digest, with its exact bytes. ErrManifestUnknown.
-func (r *Registry) Manifest(ctx context.Context, c access.Caller, repo string, ref api.Ref) (index.Record, []byte, error) {
+func (r *Registry) Manifest(
+	ctx context.Context,
+	c access.Caller,
+	repo string,
+	ref api.Ref,
+) (index.Record, []byte, error) {
 	if err := c.Check(access.Pull, repo); err != nil {
 		return index.Record{}, nil, err
 	}
@@ -41,10 +46,17 @@ func unknownManifest(err error, repo string, ref api.Ref) error {
 // there changes nothing.
 //
 // ErrDigestInvalid if ref is a digest and not that of the body; ErrManifestInvalid if the manifest breaks a rule or
-// contradicts itself or the bytes; ErrManifestBlobUnknown and ErrSizeInvalid if a blob is not held by this repository or
-// has another size; ErrStoreFull.
-func (r *Registry) PutManifest(ctx context.Context, c access.Caller, repo string, ref api.Ref, tags []string, contentType string,
-	body []byte) (index.Record, error) {
+// contradicts itself or the bytes; ErrManifestBlobUnknown and ErrSizeInvalid if a blob is not held by this repository
+// or has another size; ErrStoreFull.
+func (r *Registry) PutManifest(
+	ctx context.Context,
+	c access.Caller,
+	repo string,
+	ref api.Ref,
+	tags []string,
+	contentType string,
+	body []byte,
+) (index.Record, error) {
 	if err := c.Check(access.Push, repo); err != nil {
 		return index.Record{}, err
 	}
@@ -94,8 +106,15 @@ func (r *Registry) keep(ctx context.Context, put index.PutManifest, tags []strin
 	}
 	err = r.change(ctx, put.Repo, func(seq uint64) ([]blobstore.Ref, []index.Op) {
 		put.Seq = seq
-		ref := blobstore.Ref{Repo: put.Repo, Name: put.Digest.String(), Seq: seq, Digest: put.Digest, MediaType: put.MediaType,
-			Manifest: put.Manifest, Time: put.Created}
+		ref := blobstore.Ref{
+			Repo:      put.Repo,
+			Name:      put.Digest.String(),
+			Seq:       seq,
+			Digest:    put.Digest,
+			MediaType: put.MediaType,
+			Manifest:  put.Manifest,
+			Time:      put.Created,
+		}
 		refs, ops := []blobstore.Ref{ref}, []index.Op{put}
 		ref.Manifest, ref.Time = nil, r.now()
 		for _, tag := range tags {
@@ -162,7 +181,12 @@ func quoted(name string) string {
 
 // derive makes the record of a manifest from the manifest, the blobs it names and what its repository holds, and from
 // nothing else: so that it comes out the same when the index is rebuilt.
-func (r *Registry) derive(ctx context.Context, repo string, m classify.Manifest, body []byte) (index.PutManifest, error) {
+func (r *Registry) derive(
+	ctx context.Context,
+	repo string,
+	m classify.Manifest,
+	body []byte,
+) (index.PutManifest, error) {
 	a, err := classify.Classify(ctx, r.store, m)
 	if err != nil {
 		return index.PutManifest{}, err
@@ -239,7 +263,14 @@ func (r *Registry) DeleteManifest(ctx context.Context, c access.Caller, repo str
 		}
 	}
 	return r.change(ctx, repo, func(seq uint64) (refs []blobstore.Ref, ops []index.Op) {
-		gone := blobstore.Ref{Repo: repo, Seq: seq, Deleted: true, Digest: rec.Digest, MediaType: rec.MediaType, Time: r.now()}
+		gone := blobstore.Ref{
+			Repo:      repo,
+			Seq:       seq,
+			Deleted:   true,
+			Digest:    rec.Digest,
+			MediaType: rec.MediaType,
+			Time:      r.now(),
+		}
 		if ref.Tag == "" {
 			gone.Name = rec.Digest.String()
 			refs = append(refs, gone)

@@ -43,7 +43,12 @@ func TestManifestNeedsItsBlobs(t *testing.T) { // PU-10
 	s := newServer(t)
 	l := s.layer("a", api.MediaTypeWeight, "model.safetensors", safetensors("1"))
 	other := s.layer("b", api.MediaTypeDoc, "README.md", []byte("only in b"))
-	short := desc{"mediaType": l["mediaType"], "digest": l["digest"], "size": l["size"].(int) - 1, "annotations": l["annotations"]}
+	short := desc{
+		"mediaType":   l["mediaType"],
+		"digest":      l["digest"],
+		"size":        l["size"].(int) - 1,
+		"annotations": l["annotations"],
+	}
 	absent := desc{"mediaType": api.MediaTypeDoc, "digest": identity.Sum([]byte("never")).String(), "size": 5}
 	for name, c := range map[string]struct {
 		layers []desc
@@ -57,7 +62,8 @@ func TestManifestNeedsItsBlobs(t *testing.T) { // PU-10
 	} {
 		m := s.manifest("a", c.layers, nil)
 		a := s.put("a", "v1", m)
-		if a.status != 400 || a.code() != c.code || !bytes.Contains(a.body, []byte(`"detail":{"digest":"`+c.digest.(string))) {
+		if a.status != 400 || a.code() != c.code ||
+			!bytes.Contains(a.body, []byte(`"detail":{"digest":"`+c.digest.(string))) {
 			t.Errorf("%s: %v", name, a)
 		}
 		s.want(404, "GET", api.PathManifest("a", identity.Sum(m).String()), nil)
@@ -66,13 +72,18 @@ func TestManifestNeedsItsBlobs(t *testing.T) { // PU-10
 	if list := get[api.BaseList](s, api.PathBases); len(list.Bases) != 0 {
 		t.Fatal("something was indexed:", list)
 	}
-	foreign := desc{"mediaType": "application/vnd.oci.image.layer.nondistributable.v1.tar+gzip", "digest": absent["digest"], "size": 5}
+	foreign := desc{
+		"mediaType": "application/vnd.oci.image.layer.nondistributable.v1.tar+gzip",
+		"digest":    absent["digest"],
+		"size":      5,
+	}
 	if a := s.put("a", "v1", s.manifest("a", []desc{foreign}, nil)); a.status != 201 {
 		t.Error("a layer that may not be distributed was asked for:", a)
 	}
 	sparse := fmt.Sprintf(`{"schemaVersion":2,"mediaType":%q,"manifests":[{"mediaType":%q,"digest":%q,"size":5}]}`,
 		v1.MediaTypeImageIndex, manifestType, absent["digest"])
-	if a := s.do("PUT", api.PathManifest("a", "sparse"), []byte(sparse), "Content-Type", v1.MediaTypeImageIndex); a.status != 201 {
+	if a := s.do("PUT", api.PathManifest("a", "sparse"), []byte(sparse), "Content-Type",
+		v1.MediaTypeImageIndex); a.status != 201 {
 		t.Error("a sparse index was refused:", a)
 	}
 }
@@ -82,9 +93,14 @@ func TestClaimsAreChecked(t *testing.T) { // PU-17
 	agg, baseDigest := s.base("team/model", "v1", "model", "a", "b")
 	another, _ := s.base("team/model", "v2", "model", "c")
 	l := s.layer("team/model", api.MediaTypeWeight, "model.safetensors", safetensors("x"))
-	m := s.manifest("team/model", []desc{l}, map[string]any{"annotations": map[string]string{api.AnnotationAggregate: agg.String()}})
+	m := s.manifest(
+		"team/model",
+		[]desc{l},
+		map[string]any{"annotations": map[string]string{api.AnnotationAggregate: agg.String()}},
+	)
 	a := s.put("team/model", "v3", m)
-	if a.status != 400 || a.code() != api.CodeManifestInvalid || !bytes.Contains(a.body, []byte(api.CodeAggregateConflict)) ||
+	if a.status != 400 || a.code() != api.CodeManifestInvalid ||
+		!bytes.Contains(a.body, []byte(api.CodeAggregateConflict)) ||
 		!bytes.Contains(a.body, []byte(agg.String())) {
 		t.Fatal(a)
 	}
@@ -92,14 +108,18 @@ func TestClaimsAreChecked(t *testing.T) { // PU-17
 
 	adapter := func(repo string, claim identity.Aggregate) []byte {
 		l := s.layer(repo, api.MediaTypeWeight, "adapter_model.safetensors", safetensors("lora"))
-		more := map[string]any{"artifactType": api.ArtifactTypeAdapter, "subject": desc{"mediaType": manifestType, "digest": baseDigest.String(), "size": 1}}
+		more := map[string]any{
+			"artifactType": api.ArtifactTypeAdapter,
+			"subject":      desc{"mediaType": manifestType, "digest": baseDigest.String(), "size": 1},
+		}
 		if !claim.IsZero() {
 			more["annotations"] = map[string]string{api.AnnotationAggregate: claim.String()}
 		}
 		return s.manifest(repo, []desc{l}, more)
 	}
 	for _, repo := range []string{"team/model", "lab/adapters"} {
-		if a := s.put(repo, "bad", adapter(repo, another)); a.status != 400 || !bytes.Contains(a.body, []byte(api.CodeAggregateConflict)) {
+		if a := s.put(repo, "bad", adapter(repo, another)); a.status != 400 ||
+			!bytes.Contains(a.body, []byte(api.CodeAggregateConflict)) {
 			t.Errorf("%s: subject and annotation differ: %v", repo, a)
 		}
 	}
@@ -122,7 +142,11 @@ func TestClaimsAreChecked(t *testing.T) { // PU-17
 		t.Errorf("%+v", list)
 	}
 	// IX-07: an adapter before its base.
-	later, err := identity.New([]identity.Shard{{Filename: "l-0.safetensors", Size: uint64(len(safetensors("later"))), Digest: identity.Sum(safetensors("later"))}})
+	later, err := identity.New(
+		[]identity.Shard{
+			{Filename: "l-0.safetensors", Size: uint64(len(safetensors("later"))), Digest: identity.Sum(safetensors("later"))},
+		},
+	)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -149,7 +173,8 @@ func TestTags(t *testing.T) {
 	d1, d2 := identity.Sum(m1), identity.Sum(m2)
 	for _, tag := range []string{"b", "a", "d", "c"} {
 		a := s.put("a", tag, m1)
-		if a.status != 201 || a.header.Get("Location") != api.PathManifest("a", d1.String()) || a.header.Get("Docker-Content-Digest") != d1.String() {
+		if a.status != 201 || a.header.Get("Location") != api.PathManifest("a", d1.String()) ||
+			a.header.Get("Docker-Content-Digest") != d1.String() {
 			t.Fatal(a)
 		}
 	}
@@ -182,7 +207,8 @@ func TestTags(t *testing.T) {
 		t.Fatal(a)
 	}
 	s.want(400, "PUT", api.PathManifest("a", d2.String())+"?tag=-b", m2, "Content-Type", manifestType)
-	if a := s.want(400, "PUT", api.PathManifest("a", d1.String()), m2, "Content-Type", manifestType); a.code() != api.CodeDigestInvalid {
+	if a := s.want(400, "PUT", api.PathManifest("a", d1.String()), m2, "Content-Type",
+		manifestType); a.code() != api.CodeDigestInvalid {
 		t.Fatal(a)
 	}
 	if a := s.want(200, "GET", api.PathManifest("a", "b"), nil); !bytes.Equal(a.body, m2) {
@@ -251,7 +277,8 @@ func TestReferrers(t *testing.T) {
 	for path := api.PathReferrers("a", subject) + "?n=2"; path != ""; {
 		ds, a := list(path)
 		for _, d := range ds {
-			if seen[string(d.Digest)] || !want[string(d.Digest)] || d.Annotations["n"] == "" || d.Size == 0 || d.MediaType != manifestType {
+			if seen[string(d.Digest)] || !want[string(d.Digest)] || d.Annotations["n"] == "" || d.Size == 0 ||
+				d.MediaType != manifestType {
 				t.Fatal(d)
 			}
 			seen[string(d.Digest)] = true
@@ -350,11 +377,14 @@ func TestPagesOfBases(t *testing.T) {
 		t.Fatal(repos)
 	}
 	list := get[api.ArtifactList](s, api.PathArtifacts(agg)+"?limit=2")
-	if len(list.Artifacts) != 2 || list.Next == "" || list.Artifacts[0].Kind != api.KindBase || list.Artifacts[0].State != api.ContentDirect {
+	if len(list.Artifacts) != 2 || list.Next == "" || list.Artifacts[0].Kind != api.KindBase ||
+		list.Artifacts[0].State != api.ContentDirect {
 		t.Fatalf("%+v", list)
 	}
-	for _, bad := range []string{api.PathBases + "?limit=x", api.PathBases + "?after=x", api.PathBases + "/x", api.PathArtifacts(agg) + "?kind=x",
-		api.PathArtifacts(agg) + "?after=x", api.PathArtifacts(agg) + "?repo=X", api.PathBaseManifest(agg) + "?digest=x", api.PathBase(agg) + "?after=!"} {
+	for _, bad := range []string{api.PathBases + "?limit=x", api.PathBases + "?after=x", api.PathBases + "/x",
+		api.PathArtifacts(agg) + "?kind=x",
+		api.PathArtifacts(agg) + "?after=x", api.PathArtifacts(agg) + "?repo=X",
+		api.PathBaseManifest(agg) + "?digest=x", api.PathBase(agg) + "?after=!"} {
 		if a := s.do("GET", bad, nil); a.status != 400 {
 			t.Errorf("%s: %v", bad, a)
 		}
@@ -384,10 +414,12 @@ func TestCompare(t *testing.T) {
 		}
 		return c
 	}
-	if c := compare(`{"reference":"a:v1"}`, `{"reference":"b:v1"}`); !c.Same || c.A.Aggregate != a1 || c.OnlyA != nil || c.OnlyB != nil {
+	if c := compare(`{"reference":"a:v1"}`, `{"reference":"b:v1"}`); !c.Same || c.A.Aggregate != a1 || c.OnlyA != nil ||
+		c.OnlyB != nil {
 		t.Fatalf("%+v", c)
 	}
-	for _, other := range []string{`{"base_weight_shard_manifest":` + string(given) + `}`, `{"aggregate_sha256":"` + a3.String() + `"}`,
+	for _, other := range []string{`{"base_weight_shard_manifest":` + string(given) + `}`,
+		`{"aggregate_sha256":"` + a3.String() + `"}`,
 		`{"reference":"c@` + d3.String() + `"}`} {
 		c := compare(`{"aggregate_sha256":"`+a1.String()+`"}`, other)
 		if c.Same || len(c.OnlyA) != 1 || len(c.OnlyB) != 1 || c.OnlyA[0].Digest != identity.Sum(safetensors("1")) ||

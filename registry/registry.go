@@ -47,8 +47,8 @@ type Config struct {
 	IdleTimeout time.Duration    // how long a request or an answer may make no progress; zero: one minute
 }
 
-// Registry is a registry. It is safe for concurrent use. It owns none of its parts: whoever made them closes them, after
-// the last request has ended.
+// Registry is a registry. It is safe for concurrent use. It owns none of its parts: whoever made them closes them,
+// after the last request has ended.
 type Registry struct {
 	store   blobstore.Store
 	refs    blobstore.Refs

@@ -38,7 +38,11 @@ func (s *server) fill() {
 	s.base("team/model", "v1", "m", "4") // the tag moves
 	s.base("lab/other", "v1", "x", "2", "1")
 	l := s.layer("team/model", api.MediaTypeWeight, "adapter_model.safetensors", safetensors("lora"))
-	m := s.manifest("team/model", []desc{l}, map[string]any{"subject": desc{"mediaType": manifestType, "digest": d.String(), "size": 1}})
+	m := s.manifest(
+		"team/model",
+		[]desc{l},
+		map[string]any{"subject": desc{"mediaType": manifestType, "digest": d.String(), "size": 1}},
+	)
 	if a := s.put("team/model", "lora", m); a.status != 201 {
 		s.t.Fatal(a)
 	}
@@ -111,7 +115,15 @@ func TestIndexCatchesUp(t *testing.T) {
 		t.Fatal(err)
 	}
 	d := identity.Sum(m)
-	ref := blobstore.Ref{Repo: "a", Name: d.String(), Seq: seq, Digest: d, MediaType: manifestType, Manifest: m, Time: time.Now()}
+	ref := blobstore.Ref{
+		Repo:      "a",
+		Name:      d.String(),
+		Seq:       seq,
+		Digest:    d,
+		MediaType: manifestType,
+		Manifest:  m,
+		Time:      time.Now(),
+	}
 	tag := ref
 	tag.Name, tag.Manifest = "v1", nil
 	if _, err := s.store.Put(t.Context(), ref, tag); err != nil {
@@ -192,7 +204,8 @@ func TestFaultsOfTheStore(t *testing.T) {
 	s.want(404, "GET", api.PathManifest("a", "v2"), nil)
 	s.stop()
 	s.start()
-	for n, status := range map[int]int{1: 200, 2: 404, 3: 200, 4: 200} { // 3 is in the store: the checkpoint did not pass it
+	for n, status := range map[int]int{1: 200, 2: 404, 3: 200,
+		4: 200} { // 3 is in the store: the checkpoint did not pass it
 		s.want(status, "GET", api.PathManifest("a", fmt.Sprintf("v%d", n)), nil)
 	}
 }
@@ -210,13 +223,15 @@ func TestReadiness(t *testing.T) {
 		s.want(ready, "GET", api.PathReady, nil)
 		for _, path := range []string{api.PathHealth, api.PathHealthV1} {
 			a := s.want(health, "GET", path, nil)
-			for _, member := range []string{`"role":"registry"`, `"base_weight_identity":null`, `"version":"1.2.3"`, `"checks":[{`, `"status":`} {
+			for _, member := range []string{`"role":"registry"`, `"base_weight_identity":null`, `"version":"1.2.3"`,
+				`"checks":[{`, `"status":`} {
 				if !bytes.Contains(a.body, []byte(member)) {
 					t.Errorf("%s lacks %s: %s", path, member, a.body)
 				}
 			}
 		}
-		if a := s.want(other, "GET", api.PathBases, nil); other == 503 && (a.code() != api.CodeUnavailable || a.header.Get("Retry-After") == "") {
+		if a := s.want(other, "GET", api.PathBases, nil); other == 503 &&
+			(a.code() != api.CodeUnavailable || a.header.Get("Retry-After") == "") {
 			t.Error(a)
 		}
 	}

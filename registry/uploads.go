@@ -19,7 +19,13 @@ import (
 // CreateUpload opens an upload in a repository. d and size are what the client says about the bytes to come: zero and
 // negative where it says nothing. The upload can be gone on with after the end of this process, by the same caller.
 // ErrStoreFull.
-func (r *Registry) CreateUpload(ctx context.Context, c access.Caller, repo string, d identity.Digest, size int64) (id string, err error) {
+func (r *Registry) CreateUpload(
+	ctx context.Context,
+	c access.Caller,
+	repo string,
+	d identity.Digest,
+	size int64,
+) (id string, err error) {
 	if err := c.Check(access.Push, repo); err != nil {
 		return "", err
 	}
@@ -40,7 +46,11 @@ func (r *Registry) CreateUpload(ctx context.Context, c access.Caller, repo strin
 }
 
 // upload finds an open upload. One of another repository or caller is as unknown as one that never was.
-func (r *Registry) upload(ctx context.Context, c access.Caller, repo, id string) (blobstore.Upload, index.Upload, error) {
+func (r *Registry) upload(
+	ctx context.Context,
+	c access.Caller,
+	repo, id string,
+) (blobstore.Upload, index.Upload, error) {
 	unknown := api.Errorf(api.CodeBlobUploadUnknown, "upload is unknown to repository %s, or has ended", repo)
 	if err := c.Check(access.Push, repo); err != nil {
 		return nil, index.Upload{}, err
@@ -61,8 +71,8 @@ func (r *Registry) upload(ctx context.Context, c access.Caller, repo, id string)
 	return s, u, err
 }
 
-// resume returns the store's handle of an upload. Only the first use of an upload in this process has the store open it:
-// while it does, the upload is busy, and asking for its state must not get in the way of an append.
+// resume returns the store's handle of an upload. Only the first use of an upload in this process has the store open
+// it: while it does, the upload is busy, and asking for its state must not get in the way of an append.
 func (r *Registry) resume(ctx context.Context, id string) (blobstore.Upload, error) {
 	if s, ok := r.handles.Load(id); ok {
 		return s.(blobstore.Upload), nil
@@ -92,8 +102,8 @@ type Chunk struct {
 
 // AppendUpload adds a chunk to an upload and returns how many bytes the registry holds then, which are durable. What
 // came before a body that breaks off is kept too. ErrBlobUploadUnknown, ErrUploadBusy; ErrRangeInvalid if the chunk
-// does not start where the upload ends; ErrSizeInvalid if it goes past the announced size; ErrStoreFull, after which the
-// upload is gone.
+// does not start where the upload ends; ErrSizeInvalid if it goes past the announced size; ErrStoreFull, after which
+// the upload is gone.
 func (r *Registry) AppendUpload(ctx context.Context, c access.Caller, repo, id string, ch Chunk) (int64, error) {
 	s, u, err := r.upload(ctx, c, repo, id)
 	if err != nil {
@@ -123,7 +133,12 @@ func (r *Registry) append(ctx context.Context, s blobstore.Upload, u index.Uploa
 
 // CommitUpload closes an upload as the blob d and makes it visible in the repository. It is durable on return. The
 // bytes are verified, and on ErrDigestInvalid and ErrSizeInvalid nothing of the upload is kept. ErrBlobUploadUnknown.
-func (r *Registry) CommitUpload(ctx context.Context, c access.Caller, repo, id string, d identity.Digest) (blobstore.Info, error) {
+func (r *Registry) CommitUpload(
+	ctx context.Context,
+	c access.Caller,
+	repo, id string,
+	d identity.Digest,
+) (blobstore.Info, error) {
 	s, _, err := r.upload(ctx, c, repo, id)
 	if err != nil {
 		return blobstore.Info{}, err
@@ -131,7 +146,12 @@ func (r *Registry) CommitUpload(ctx context.Context, c access.Caller, repo, id s
 	return r.commit(ctx, s, repo, d)
 }
 
-func (r *Registry) commit(ctx context.Context, s blobstore.Upload, repo string, d identity.Digest) (blobstore.Info, error) {
+func (r *Registry) commit(
+	ctx context.Context,
+	s blobstore.Upload,
+	repo string,
+	d identity.Digest,
+) (blobstore.Info, error) {
 	ctx = context.WithoutCancel(ctx) // a client that waits no longer finds the blob when it asks again
 	i, err := s.Commit(ctx, d)
 	switch {
@@ -345,10 +365,20 @@ func chunkOf(q *request) (Chunk, error) {
 	from, hasFrom, okFrom := parsePos(first)
 	to, hasTo, okTo := parsePos(last)
 	if !hasFrom || !hasTo || !okFrom || !okTo || to < from {
-		return ch, api.Errorf(api.CodeBlobUploadInvalid, "Content-Range %.80q: want first-last", q.Header.Get("Content-Range"))
+		return ch, api.Errorf(
+			api.CodeBlobUploadInvalid,
+			"Content-Range %.80q: want first-last",
+			q.Header.Get("Content-Range"),
+		)
 	}
 	if size := to - from + 1; ch.Size >= 0 && ch.Size != size {
-		return ch, api.Errorf(api.CodeSizeInvalid, "Content-Range %s is %d bytes, but Content-Length says %d", spec, size, ch.Size)
+		return ch, api.Errorf(
+			api.CodeSizeInvalid,
+			"Content-Range %s is %d bytes, but Content-Length says %d",
+			spec,
+			size,
+			ch.Size,
+		)
 	}
 	ch.Offset, ch.Size = from, to-from+1
 	return ch, nil

@@ -70,7 +70,8 @@ func TestEveryWayToUpload(t *testing.T) {
 		n++
 		repo := fmt.Sprintf("way/%d", n)
 		a := way(repo)
-		if a.status != 201 || a.header.Get("Location") != api.PathBlob(repo, d) || a.header.Get("Docker-Content-Digest") != d.String() {
+		if a.status != 201 || a.header.Get("Location") != api.PathBlob(repo, d) ||
+			a.header.Get("Docker-Content-Digest") != d.String() {
 			t.Errorf("%s: %v", name, a)
 			continue
 		}
@@ -98,15 +99,30 @@ func TestBadUploads(t *testing.T) {
 	code("after it", s.do("GET", at, nil), 404, api.CodeBlobUploadUnknown)
 	s.want(404, "GET", api.PathBlob("a", other), nil)
 	s.want(404, "GET", api.PathBlob("a", d), nil)
-	code("post only, mismatch", s.do("POST", api.PathUploads("a")+"?digest="+other.String(), body), 400, api.CodeDigestInvalid)
+	code(
+		"post only, mismatch",
+		s.do("POST", api.PathUploads("a")+"?digest="+other.String(), body),
+		400,
+		api.CodeDigestInvalid,
+	)
 	code("sha512", s.do("PUT", s.begin("a")+"?digest=sha512:"+strings.Repeat("ab", 64), body), 400, api.CodeDigestInvalid)
 	code("no digest", s.do("PUT", s.begin("a"), body), 400, api.CodeDigestInvalid)
-	code("announced sha512", s.do("POST", api.PathUploads("a"), nil, api.HeaderExpectDigest, "sha512:ab"), 400, api.CodeDigestInvalid)
+	code(
+		"announced sha512",
+		s.do("POST", api.PathUploads("a"), nil, api.HeaderExpectDigest, "sha512:ab"),
+		400,
+		api.CodeDigestInvalid,
+	)
 	code("announced size", s.do("POST", api.PathUploads("a"), nil, api.HeaderExpectSize, "-3"), 400, api.CodeSizeInvalid)
 	at = s.begin("a", api.HeaderExpectSize, "9")
 	code("longer than announced", s.do("PATCH", at, body), 400, api.CodeSizeInvalid)
 	s.want(202, "PATCH", at, body[:8])
-	code("shorter than announced", s.do("PUT", at+"?digest="+identity.Sum(body[:8]).String(), nil), 400, api.CodeSizeInvalid)
+	code(
+		"shorter than announced",
+		s.do("PUT", at+"?digest="+identity.Sum(body[:8]).String(), nil),
+		400,
+		api.CodeSizeInvalid,
+	)
 	at = s.begin("a", api.HeaderExpectDigest, d.String())
 	code("another than announced", s.do("PUT", at+"?digest="+other.String(), []byte("other")), 400, api.CodeDigestInvalid)
 	at = s.begin("a")
@@ -115,7 +131,12 @@ func TestBadUploads(t *testing.T) {
 	for _, id := range []string{"x", "..", "%2e%2e%2fLOCK", strings.Repeat("0", 32)} {
 		code("unknown upload "+id, s.do("GET", api.PathUploads("a")+id, nil), 404, api.CodeBlobUploadUnknown)
 	}
-	code("another repository", s.do("PATCH", api.PathUpload("b", at[len(api.PathUploads("a")):]), body), 404, api.CodeBlobUploadUnknown)
+	code(
+		"another repository",
+		s.do("PATCH", api.PathUpload("b", at[len(api.PathUploads("a")):]), body),
+		404,
+		api.CodeBlobUploadUnknown,
+	)
 	s.want(204, "DELETE", at, nil)
 	code("after cancel", s.do("PATCH", at, body), 404, api.CodeBlobUploadUnknown)
 }
@@ -209,7 +230,8 @@ func TestUploadInUse(t *testing.T) {
 	c := s.half("PATCH", at, 1<<20, make([]byte, 300_000))
 	defer c.Close()
 	s.received(at, 262_144) // whole pieces are stored as they come
-	for method, path := range map[string]string{"PATCH": at, "DELETE": at, "PUT": at + "?digest=" + identity.Sum(nil).String()} {
+	for method, path := range map[string]string{"PATCH": at, "DELETE": at,
+		"PUT": at + "?digest=" + identity.Sum(nil).String()} {
 		a := s.do(method, path, nil)
 		if a.status != 429 || a.code() != api.CodeUploadBusy || a.header.Get("Retry-After") == "" {
 			t.Errorf("%s: %v", method, a)

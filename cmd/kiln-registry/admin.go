@@ -78,8 +78,8 @@ func reindexCommand(stderr io.Writer) *cobra.Command {
 	var s store
 	cmd := &cobra.Command{
 		Use: "reindex", Short: "Make the index anew from the store", Args: cobra.NoArgs,
-		Long: `Make the index anew from the store: every acknowledged manifest, tag and delete is in it again. Open uploads are
-forgotten. A running server does it itself and answers 503 meanwhile.`,
+		Long: `Make the index anew from the store: every acknowledged manifest, tag and delete is in it again. Open
+uploads are forgotten. A running server does it itself and answers 503 meanwhile.`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			resp, err := ask(cmd.Context(), s.dir, http.MethodPost, "/reindex")
 			if err == nil {

@@ -76,7 +76,10 @@ func (s *store) prepare() error {
 
 func notStore(err error) error {
 	if errors.Is(err, blobstore.ErrNotStore) {
-		return cli.Hint(cli.Exit(cli.CodeUsage, err), "check the path and that its disk is mounted; --init once makes a new or empty folder a store")
+		return cli.Hint(
+			cli.Exit(cli.CodeUsage, err),
+			"check the path and that its disk is mounted; --init once makes a new or empty folder a store",
+		)
 	}
 	return err
 }
@@ -109,7 +112,8 @@ func (o opening) open(ctx context.Context) (*parts, error) {
 		return nil, errors.Join(err, st.Close())
 	}
 	p.reg, err = registry.New(registry.Config{
-		Store: st, Refs: st, Uploads: st, Index: p.ix, Access: o.gate, Log: o.log, Version: cli.Version(), IdleTimeout: o.idle,
+		Store: st, Refs: st, Uploads: st, Index: p.ix, Access: o.gate, Log: o.log, Version: cli.Version(),
+		IdleTimeout: o.idle,
 	})
 	if err != nil {
 		return nil, errors.Join(err, p.close())
@@ -148,7 +152,10 @@ func (o opening) openIndex(ctx context.Context) (*index.Index, error) {
 func damaged(dir string, err error) error {
 	switch {
 	case errors.Is(err, index.ErrDamaged):
-		return cli.Hint(cli.Exit(cli.CodeDisk, err), fmt.Sprintf("nothing is lost: kiln-registry reindex --store %q makes the index anew", dir))
+		return cli.Hint(
+			cli.Exit(cli.CodeDisk, err),
+			fmt.Sprintf("nothing is lost: kiln-registry reindex --store %q makes the index anew", dir),
+		)
 	case errors.Is(err, index.ErrInUse):
 		return cli.Exit(cli.CodeTryAgain, err)
 	}

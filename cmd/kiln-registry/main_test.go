@@ -79,7 +79,11 @@ type server struct {
 
 func serve(t *testing.T, dir string, args ...string) *server {
 	t.Helper()
-	s := &server{t: t, cmd: program(context.Background(), dir, append([]string{"serve", "--addr", "127.0.0.1:0"}, args...)...), log: new(bytes.Buffer)}
+	s := &server{
+		t:   t,
+		cmd: program(context.Background(), dir, append([]string{"serve", "--addr", "127.0.0.1:0"}, args...)...),
+		log: new(bytes.Buffer),
+	}
 	out, err := s.cmd.StdoutPipe()
 	if err != nil {
 		t.Fatal(err)
@@ -163,8 +167,13 @@ func (s *server) push(repo, tag, seed string, auth ...string) {
 		s.do(201, "POST", api.PathUploads(repo)+"?digest="+d.String(), b, auth...)
 		return fmt.Sprintf(`"digest":%q,"size":%d`, d, len(b))
 	}
-	m := fmt.Sprintf(`{"schemaVersion":2,"config":{"mediaType":"application/vnd.oci.empty.v1+json",%s},"layers":[{"mediaType":%q,%s,`+
-		`"annotations":{"org.opencontainers.image.title":"model.safetensors"}}]}`, blob([]byte("{}")), api.MediaTypeWeight, blob(shard))
+	m := fmt.Sprintf(
+		`{"schemaVersion":2,"config":{"mediaType":"application/vnd.oci.empty.v1+json",%s},"layers":[{"mediaType":%q,%s,`+
+			`"annotations":{"org.opencontainers.image.title":"model.safetensors"}}]}`,
+		blob([]byte("{}")),
+		api.MediaTypeWeight,
+		blob(shard),
+	)
 	s.do(201, "PUT", api.PathManifest(repo, tag), []byte(m), append([]string{"Content-Type", manifestType}, auth...)...)
 }
 
@@ -172,7 +181,8 @@ func TestFirstStart(t *testing.T) {
 	dir := t.TempDir()
 	s := serve(t, dir)
 	s.push("a/b", "v1", "1")
-	for name, mode := range map[string]os.FileMode{"admin.sock": 0o600 | os.ModeSocket, "refs.log": 0o644, "index.db": 0o600} {
+	for name, mode := range map[string]os.FileMode{"admin.sock": 0o600 | os.ModeSocket, "refs.log": 0o644,
+		"index.db": 0o600} {
 		if st, err := os.Stat(filepath.Join(dir, defaultStore, name)); err != nil || st.Mode() != mode {
 			t.Errorf("%s: %v, %v", name, st, err)
 		}
@@ -229,7 +239,15 @@ func TestStoreIsNeverTakenByMistake(t *testing.T) {
 	if err := os.Mkdir(filepath.Join(dir, defaultStore), 0o755); err != nil {
 		t.Fatal(err)
 	}
-	refused(t, 2, []string{"empty", "--init"}, dir, "serve", "--addr", "127.0.0.1:0") // the disk of the default folder is not mounted
+	refused(
+		t,
+		2,
+		[]string{"empty", "--init"},
+		dir,
+		"serve",
+		"--addr",
+		"127.0.0.1:0",
+	) // the disk of the default folder is not mounted
 	for _, sub := range []string{"export", "reindex"} {
 		refused(t, 2, []string{"not a store"}, dir, sub, "--store", other)
 	}
@@ -237,13 +255,15 @@ func TestStoreIsNeverTakenByMistake(t *testing.T) {
 
 func TestUsage(t *testing.T) {
 	dir := t.TempDir()
-	for _, args := range [][]string{{"serve", "--addr", "0.0.0.0:0"}, {"serve", "--addr", ":5000"}, {"serve", "--addr", "192.0.2.1:5000"}} {
+	for _, args := range [][]string{{"serve", "--addr", "0.0.0.0:0"}, {"serve", "--addr", ":5000"}, {"serve",
+		"--addr", "192.0.2.1:5000"}} {
 		refused(t, 2, []string{"everybody", "--insecure-open"}, dir, args...)
 	}
 	for _, args := range [][]string{{"serve", "--no-such-flag"}, {"serve", "x"}, {"nonsense"}, {"token", "create", "x"}} {
 		refused(t, 2, nil, dir, args...)
 	}
-	for _, args := range [][]string{{"serve", "--log-level", "loud"}, {"serve", "--log-format", "xml"}, {"serve", "--tls-cert", "x"}} {
+	for _, args := range [][]string{{"serve", "--log-level", "loud"}, {"serve", "--log-format", "xml"}, {"serve",
+		"--tls-cert", "x"}} {
 		if code, _, stderr := runs(t, dir, args...); code != 2 {
 			t.Errorf("%v: %d: %s", args, code, stderr)
 		}
@@ -254,8 +274,10 @@ func TestUsage(t *testing.T) {
 }
 
 func TestLoopback(t *testing.T) {
-	for addr, want := range map[string]bool{"127.0.0.1:1": true, "127.8.9.10:1": true, "localhost:1": true, "[::1]:1": true, ":1": false,
-		"0.0.0.0:1": false, "[::]:1": false, "10.0.0.1:1": false, "example.com:1": false, "127.0.0.1": false, "localhost.example.com:1": false} {
+	for addr, want := range map[string]bool{"127.0.0.1:1": true, "127.8.9.10:1": true, "localhost:1": true,
+		"[::1]:1": true, ":1": false,
+		"0.0.0.0:1": false, "[::]:1": false, "10.0.0.1:1": false, "example.com:1": false, "127.0.0.1": false,
+		"localhost.example.com:1": false} {
 		if isLoopback(addr) != want {
 			t.Errorf("%s: want %v", addr, want)
 		}
@@ -264,13 +286,28 @@ func TestLoopback(t *testing.T) {
 
 func TestTokens(t *testing.T) {
 	dir := t.TempDir()
-	code, secret, stderr := runs(t, dir, "token", "create", "ci", "--token-file", "t.yaml", "--repo", "team/**", "--allow", "pull,push", "--expires", "1h")
+	code, secret, stderr := runs(
+		t,
+		dir,
+		"token",
+		"create",
+		"ci",
+		"--token-file",
+		"t.yaml",
+		"--repo",
+		"team/**",
+		"--allow",
+		"pull,push",
+		"--expires",
+		"1h",
+	)
 	secret = strings.TrimSpace(secret)
 	if code != 0 || !strings.HasPrefix(secret, "kiln_") {
 		t.Fatal(code, secret, stderr)
 	}
 	b, err := os.ReadFile(filepath.Join(dir, "t.yaml"))
-	if st, _ := os.Stat(filepath.Join(dir, "t.yaml")); err != nil || strings.Contains(string(b), secret) || st.Mode() != 0o600 {
+	if st, _ := os.Stat(filepath.Join(dir, "t.yaml")); err != nil || strings.Contains(string(b), secret) ||
+		st.Mode() != 0o600 {
 		t.Fatalf("%v: %s", err, b)
 	}
 	s := serve(t, dir, "--token-file", "t.yaml")
@@ -281,19 +318,23 @@ func TestTokens(t *testing.T) {
 	_, reader, _ := runs(t, dir, "token", "create", "reader", "--token-file", "t.yaml", "--repo", "**")
 	s.do(200, "GET", api.PathManifest("team/model", "v1"), nil, "Authorization", "Bearer "+strings.TrimSpace(reader))
 	s.stop()
-	if code, _, stderr := runs(t, dir, "token", "create", "ci", "--token-file", "t.yaml", "--repo", "**"); code != 2 || !strings.Contains(stderr, "already") {
+	if code, _, stderr := runs(t, dir, "token", "create", "ci", "--token-file", "t.yaml", "--repo", "**"); code != 2 ||
+		!strings.Contains(stderr, "already") {
 		t.Error(code, stderr)
 	}
-	if code, _, stderr := runs(t, dir, "token", "create", "x", "--token-file", "t.yaml", "--repo", "**", "--allow", "admin"); code != 2 {
+	if code, _, stderr := runs(t, dir, "token", "create", "x", "--token-file", "t.yaml", "--repo", "**", "--allow",
+		"admin"); code != 2 {
 		t.Error(code, stderr)
 	}
-	if code, _, stderr := runs(t, dir, "serve", "--addr", "127.0.0.1:0", "--token-file", "missing.yaml"); code == 0 || !strings.Contains(stderr, "missing.yaml") {
+	if code, _, stderr := runs(t, dir, "serve", "--addr", "127.0.0.1:0", "--token-file", "missing.yaml"); code == 0 ||
+		!strings.Contains(stderr, "missing.yaml") {
 		t.Error(code, stderr)
 	}
 	if err := os.WriteFile(filepath.Join(dir, "bad.yaml"), []byte("version: 1\nadmin: yes\n"), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	if code, _, stderr := runs(t, dir, "serve", "--addr", "127.0.0.1:0", "--token-file", "bad.yaml"); code != 5 || !strings.Contains(stderr, "admin") {
+	if code, _, stderr := runs(t, dir, "serve", "--addr", "127.0.0.1:0", "--token-file", "bad.yaml"); code != 5 ||
+		!strings.Contains(stderr, "admin") {
 		t.Error(code, stderr)
 	}
 }
@@ -382,7 +423,11 @@ func TestGracefulStop(t *testing.T) {
 	pr, pw := io.Pipe()
 	pushed := make(chan error, 1)
 	go func() {
-		req, err := http.NewRequest("PUT", s.url+h.Get("Location")+"?digest="+identity.Sum(append(half, half...)).String(), pr)
+		req, err := http.NewRequest(
+			"PUT",
+			s.url+h.Get("Location")+"?digest="+identity.Sum(append(half, half...)).String(),
+			pr,
+		)
 		if err != nil {
 			pushed <- err
 			return

@@ -48,7 +48,8 @@ func serveCommand(stderr io.Writer) *cobra.Command {
 		Short: "Serve a store over HTTP",
 		Long: `Serve a store over HTTP.
 
-With no flags: ` + cli.DefaultRegistry + `, data in ./` + defaultStore + `, which is made on first start. Without --token-file every caller may
+With no flags: ` + cli.DefaultRegistry + `, data in ./` + defaultStore + `,
+	which is made on first start. Without --token-file every caller may
 do everything, and only loopback addresses are taken.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -61,7 +62,12 @@ do everything, and only loopback addresses are taken.`,
 	f := cmd.Flags()
 	f.StringVar(&s.addr, "addr", cli.DefaultRegistry, "address to listen on")
 	f.BoolVar(&s.init, "init", false, "make --store a store first, if it is new or empty")
-	f.StringVar(&s.tokenFile, "token-file", "", "YAML file of tokens and their rights; all that it does not allow is denied")
+	f.StringVar(
+		&s.tokenFile,
+		"token-file",
+		"",
+		"YAML file of tokens and their rights; all that it does not allow is denied",
+	)
 	f.BoolVar(&s.insecureOpen, "insecure-open", false, "listen on a public address although everybody may do everything")
 	f.StringVar(&s.cert, "tls-cert", "", "PEM file of the certificate chain; speaks HTTPS, with --tls-key")
 	f.StringVar(&s.key, "tls-key", "", "PEM file of the certificate's key")
@@ -102,8 +108,10 @@ func (s *serving) check() error {
 	case (s.cert == "") != (s.key == ""):
 		return cli.Usagef("--tls-cert and --tls-key go together")
 	case s.tokenFile == "" && !isLoopback(s.addr) && !s.insecureOpen:
-		return cli.Hint(cli.Usagef("%s can be reached from other machines, and without --token-file everybody may do everything", s.addr),
-			"kiln-registry token create makes a token file; --insecure-open if that is really meant")
+		return cli.Hint(
+			cli.Usagef("%s can be reached from other machines, and without --token-file everybody may do everything", s.addr),
+			"kiln-registry token create makes a token file; --insecure-open if that is really meant",
+		)
 	}
 	return nil
 }

@@ -34,8 +34,8 @@ func tokenCreateCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "create NAME",
 		Short: "Add a token to a token file and print its secret, once",
-		Long: `Add a token to a token file, which is made if it is absent, and print its secret. The file holds only the hash of
-the secret. A running server takes the change with its next request.`,
+		Long: `Add a token to a token file, which is made if it is absent, and print its secret. The file holds only the
+hash of the secret. A running server takes the change with its next request.`,
 		Args: cobra.ExactArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			secret, err := t.create(args[0], time.Now())
@@ -48,7 +48,12 @@ the secret. A running server takes the change with its next request.`,
 	}
 	f := cmd.Flags()
 	f.StringVar(&t.file, "token-file", "", "the token file (needed)")
-	f.StringSliceVar(&t.repos, "repo", nil, "repository or glob that the token is for: team/* one level, team/** any depth (needed)")
+	f.StringSliceVar(
+		&t.repos,
+		"repo",
+		nil,
+		"repository or glob that the token is for: team/* one level, team/** any depth (needed)",
+	)
 	f.StringSliceVar(&t.actions, "allow", []string{"pull"}, "pull, push, delete")
 	f.DurationVar(&t.expires, "expires", 0, "how long the token is valid; 0: for ever")
 	for _, name := range []string{"token-file", "repo"} {

@@ -168,7 +168,10 @@ func credentials(r *http.Request) (secret string, given bool, err error) {
 	if _, password, ok := r.BasicAuth(); ok {
 		return password, true, nil
 	}
-	return "", false, api.Errorf(api.CodeUnauthorized, "authorization header: want Bearer, or Basic with the token as password")
+	return "", false, api.Errorf(
+		api.CodeUnauthorized,
+		"authorization header: want Bearer, or Basic with the token as password",
+	)
 }
 
 // find compares the hash of the secret with that of every token, whichever matches, in constant time for each.

@@ -54,12 +54,14 @@ func file(t *testing.T, text string) string {
 
 func TestFileIsStrict(t *testing.T) {
 	_, sum := NewSecret()
-	ok := "version: 1\ntokens:\n- name: ci\n  sha256: " + sum + "\n  allow:\n  - {repositories: [a/**], actions: [pull]}\n"
+	ok := "version: 1\ntokens:\n- name: ci\n  sha256: " + sum + "\n" +
+		"  allow:\n  - {repositories: [a/**], actions: [pull]}\n"
 	if _, err := ParseFile([]byte(ok)); err != nil {
 		t.Fatal(err)
 	}
 	for name, bad := range map[string]string{
-		"empty": "", "no version": "tokens: []\n", "other version": "version: 2\n", "unknown member": "version: 1\nadmin: true\n",
+		"empty": "", "no version": "tokens: []\n", "other version": "version: 2\n",
+		"unknown member":  "version: 1\nadmin: true\n",
 		"two documents":   ok + "---\nversion: 1\n",
 		"duplicate key":   "version: 1\nversion: 1\n",
 		"action":          strings.Replace(ok, "[pull]", "[pull, admin]", 1),
@@ -97,7 +99,8 @@ func TestCallers(t *testing.T) {
 	old, oldSum := NewSecret()
 	path := file(t, "version: 1\nanonymous:\n- {repositories: [public/**], actions: [pull]}\ntokens:\n"+
 		"- name: ci\n  sha256: "+sum+"\n  allow:\n  - {repositories: [team/**], actions: [pull, push]}\n"+
-		"- name: old\n  sha256: "+oldSum+"\n  expires: 2020-01-01T00:00:00Z\n  allow:\n  - {repositories: ['**'], actions: [pull]}\n")
+		"- name: old\n  sha256: "+oldSum+"\n  expires: 2020-01-01T00:00:00Z\n  allow:\n"+
+		"  - {repositories: ['**'], actions: [pull]}\n")
 	g, err := Load(path, slog.New(slog.DiscardHandler))
 	if err != nil {
 		t.Fatal(err)
@@ -126,7 +129,8 @@ func TestCallers(t *testing.T) {
 	if err := nobody.Check(Pull, "team/a"); !errors.Is(err, api.ErrUnauthorized) {
 		t.Error(err)
 	}
-	for _, h := range []string{"Bearer " + old, "Bearer " + secret + "x", "Bearer ", "Digest x", "Basic !!", "Bearer " + sum} {
+	for _, h := range []string{"Bearer " + old, "Bearer " + secret + "x", "Bearer ", "Digest x", "Basic !!",
+		"Bearer " + sum} {
 		if c, err := g.Caller(request(h)); !errors.Is(err, api.ErrUnauthorized) || c.MayAnywhere(Pull) {
 			t.Errorf("%s: %+v, %v", h, c, err)
 		}
@@ -142,7 +146,10 @@ func TestCallers(t *testing.T) {
 func TestFileIsFollowed(t *testing.T) {
 	secret, sum := NewSecret()
 	text := func(actions string) []byte {
-		return []byte("version: 1\ntokens:\n- name: ci\n  sha256: " + sum + "\n  allow:\n  - {repositories: ['**'], actions: " + actions + "}\n")
+		return []byte(
+			"version: 1\ntokens:\n- name: ci\n  sha256: " + sum + "\n  allow:\n" +
+				"  - {repositories: ['**'], actions: " + actions + "}\n",
+		)
 	}
 	path := file(t, string(text("[pull]")))
 	var log bytes.Buffer

@@ -134,7 +134,8 @@ func (f File) compile() (*ruleset, error) {
 }
 
 func (t Token) compile() (token, error) {
-	if t.Name == "" || len(t.Name) > 128 || strings.ContainsFunc(t.Name, func(c rune) bool { return c < ' ' || c == 0x7f }) {
+	if t.Name == "" || len(t.Name) > 128 ||
+		strings.ContainsFunc(t.Name, func(c rune) bool { return c < ' ' || c == 0x7f }) {
 		return token{}, errors.New("name must have 1 to 128 bytes and no control characters")
 	}
 	sum, err := hex.DecodeString(t.SHA256)
@@ -178,7 +179,11 @@ func compileGlob(g string) (*regexp.Regexp, error) {
 		case c == "**":
 			parts = append(parts, `[^/]+(?:/[^/]+)*`)
 		case !globComponent.MatchString(c), strings.Contains(c, "**"):
-			return nil, fmt.Errorf("repository glob %q: component %q; want lowercase letters, digits, . _ - and *, or ** alone", g, c)
+			return nil, fmt.Errorf(
+				"repository glob %q: component %q; want lowercase letters, digits, . _ - and *, or ** alone",
+				g,
+				c,
+			)
 		default:
 			parts = append(parts, strings.ReplaceAll(regexp.QuoteMeta(c), `\*`, `[^/]*`))
 		}

@@ -298,8 +298,8 @@ func readIndex(ctx context.Context, blobs Blobs, all files) ([]byte, error) {
 	return b, nil
 }
 
-// looksRight reads the nine bytes that tell a safetensors file from a mislabelled archive or a file of zeros: the length
-// of a header that fits, and the brace that opens it.
+// looksRight reads the nine bytes that tell a safetensors file from a mislabelled archive or a file of zeros: the
+// length of a header that fits, and the brace that opens it.
 func looksRight(ctx context.Context, blobs Blobs, f file) (bool, error) {
 	const n = 9
 	if f.Size < n+1 {

@@ -68,11 +68,23 @@ func (s blobs) manifest(artifactType string, notes map[string]string, layers ...
 		if l.notes == nil && l.name != "" {
 			l.notes = map[string]string{"org.opencontainers.image.title": l.name}
 		}
-		descs = append(descs, map[string]any{"mediaType": l.mediaType, "digest": s.add(l.body).String(), "size": len(l.body), "annotations": l.notes})
+		descs = append(
+			descs,
+			map[string]any{
+				"mediaType":   l.mediaType,
+				"digest":      s.add(l.body).String(),
+				"size":        len(l.body),
+				"annotations": l.notes,
+			},
+		)
 	}
 	b, err := json.Marshal(map[string]any{
 		"schemaVersion": 2, "mediaType": imageType, "artifactType": artifactType, "layers": descs, "annotations": notes,
-		"config": map[string]any{"mediaType": "application/vnd.oci.empty.v1+json", "digest": s.add([]byte("{}")).String(), "size": 2},
+		"config": map[string]any{
+			"mediaType": "application/vnd.oci.empty.v1+json",
+			"digest":    s.add([]byte("{}")).String(),
+			"size":      2,
+		},
 	})
 	if err != nil {
 		panic(err)
@@ -117,32 +129,45 @@ func TestKindsAndStates(t *testing.T) {
 		"index": {layers: []layer{{config, "model.safetensors.index.json", indexOf("a.safetensors", "b.safetensors"), nil},
 			{raw, "a.safetensors", one, nil}, {raw, "b.safetensors", two, nil}, {raw, "consolidated.safetensors", zeros, nil}},
 			kind: "base", state: "direct", shards: 2},
-		"index pushed as tar by name": {layers: []layer{{tarred, "model.safetensors.index.json", indexOf("a.safetensors"), nil},
+		"index pushed as tar by name": {layers: []layer{{tarred, "model.safetensors.index.json",
+			indexOf("a.safetensors"), nil},
 			{tarred, "a.safetensors", one, nil}}, kind: "base", state: "direct", shards: 1},
-		"index names more": {layers: []layer{{config, "model.safetensors.index.json", indexOf("a.safetensors", "b.safetensors"), nil},
+		"index names more": {layers: []layer{{config, "model.safetensors.index.json", indexOf("a.safetensors",
+			"b.safetensors"), nil},
 			{raw, "a.safetensors", one, nil}}, kind: "base", state: "incomplete"},
 		"index is no JSON": {layers: []layer{{config, "model.safetensors.index.json", []byte("<html>"), nil},
 			{raw, "a.safetensors", one, nil}}, kind: "base", state: "incomplete"},
 		"mislabelled tar": {layers: []layer{{tarred, "model.safetensors", archive, nil}}, kind: "base", state: "pending"},
-		"zeros":           {layers: []layer{{raw, "a.safetensors", zeros, nil}, {raw, "b.safetensors", one, nil}}, kind: "base", state: "incomplete"},
-		"too short":       {layers: []layer{{raw, "model.safetensors", []byte("\x02\x00\x00\x00\x00\x00\x00\x00{"), nil}}, kind: "base", state: "incomplete"},
-		"gzip":            {layers: []layer{{gzip, "model.safetensors", one, nil}}, kind: "base", state: "pending"},
+		"zeros": {layers: []layer{{raw, "a.safetensors", zeros, nil}, {raw, "b.safetensors", one, nil}},
+			kind: "base", state: "incomplete"},
+		"too short": {layers: []layer{{raw, "model.safetensors", []byte("\x02\x00\x00\x00\x00\x00\x00\x00{"),
+			nil}}, kind: "base", state: "incomplete"},
+		"gzip": {layers: []layer{{gzip, "model.safetensors", one, nil}}, kind: "base", state: "pending"},
 		"folder": {layers: []layer{{gzip, "", one, map[string]string{"org.opencontainers.image.title": "model",
 			"io.deis.oras.content.unpack": "true"}}}, state: "pending"},
 		"container image": {layers: []layer{{gzip, "", one, nil}}, state: "pending"},
 		"gguf":            {layers: []layer{{raw, "model.gguf", one, nil}}, state: "none"},
 		"nothing":         {state: "none"},
 		"adapter by file": {layers: []layer{{raw, "adapter_model.safetensors", one, nil}}, kind: "adapter", state: "none"},
-		"adapter by config": {layers: []layer{{config, "adapter_config.json", []byte("{}"), nil}, {raw, "model.safetensors", one, nil}},
+		"adapter by config": {layers: []layer{{config, "adapter_config.json", []byte("{}"), nil}, {raw,
+			"model.safetensors", one, nil}},
 			kind: "adapter", state: "none"},
-		"adapter by type":        {artifactType: api.ArtifactTypeAdapter, layers: []layer{{raw, "model.safetensors", one, nil}}, kind: "adapter", state: "none"},
-		"checkpoint by note":     {artifactType: api.ArtifactTypeBase, notes: map[string]string{api.AnnotationKind: "checkpoint"}, layers: []layer{{raw, "model.safetensors", one, nil}}, kind: "checkpoint", state: "none"},
-		"type and note agree":    {artifactType: api.ArtifactTypeEval, notes: map[string]string{api.AnnotationKind: "eval"}, kind: "eval", state: "none"},
-		"base by note with PEFT": {notes: map[string]string{api.AnnotationKind: "base"}, layers: []layer{{config, "sub/adapter_config.json", []byte("{}"), nil}, {raw, "model.safetensors", one, nil}}, kind: "base", state: "direct", shards: 1},
-		"model car type":         {layers: []layer{{"application/vnd.docker.ai.safetensors", "model.safetensors", one, nil}}, kind: "base", state: "direct", shards: 1},
+		"adapter by type": {artifactType: api.ArtifactTypeAdapter, layers: []layer{{raw, "model.safetensors",
+			one, nil}}, kind: "adapter", state: "none"},
+		"checkpoint by note": {artifactType: api.ArtifactTypeBase,
+			notes: map[string]string{api.AnnotationKind: "checkpoint"}, layers: []layer{{raw, "model.safetensors", one,
+				nil}}, kind: "checkpoint", state: "none"},
+		"type and note agree": {artifactType: api.ArtifactTypeEval,
+			notes: map[string]string{api.AnnotationKind: "eval"}, kind: "eval", state: "none"},
+		"base by note with PEFT": {notes: map[string]string{api.AnnotationKind: "base"}, layers: []layer{{config,
+			"sub/adapter_config.json", []byte("{}"), nil}, {raw, "model.safetensors", one, nil}}, kind: "base",
+			state: "direct", shards: 1},
+		"model car type": {layers: []layer{{"application/vnd.docker.ai.safetensors", "model.safetensors", one,
+			nil}}, kind: "base", state: "direct", shards: 1},
 		"modctl names": {layers: []layer{{raw, "", one, map[string]string{"org.cncf.model.filepath": "model.safetensors"}}},
 			kind: "base", state: "direct", shards: 1},
-		"old modctl names": {layers: []layer{{raw, "", one, map[string]string{"org.cnai.model.filepath": "model.safetensors"}}},
+		"old modctl names": {layers: []layer{{raw, "", one,
+			map[string]string{"org.cnai.model.filepath": "model.safetensors"}}},
 			kind: "base", state: "direct", shards: 1},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -175,21 +200,29 @@ func TestRefusals(t *testing.T) {
 		notes        map[string]string
 		layers       []layer
 	}{
-		"absolute": {layers: []layer{title("/etc/passwd")}}, "parent": {layers: []layer{title("../x")}}, "inner parent": {layers: []layer{title("a/../../x")}},
-		"backslash": {layers: []layer{title(`a\b`)}}, "nul": {layers: []layer{title("a\x00b")}}, "dot": {layers: []layer{title("./a")}},
+		"absolute": {layers: []layer{title("/etc/passwd")}}, "parent": {layers: []layer{title("../x")}},
+		"inner parent": {layers: []layer{title("a/../../x")}},
+		"backslash":    {layers: []layer{title(`a\b`)}}, "nul": {layers: []layer{title("a\x00b")}},
+		"dot":          {layers: []layer{title("./a")}},
 		"double slash": {layers: []layer{title("a//b")}}, "trailing slash": {layers: []layer{title("a/")}},
 		"long": {layers: []layer{title(strings.Repeat("n", 256))}}, "twice": {layers: []layer{title("a"), title("a")}},
-		"two names":       {layers: []layer{{raw, "", one, map[string]string{"org.opencontainers.image.title": "a", "org.cncf.model.filepath": "b"}}}},
-		"other aggregate": {notes: map[string]string{api.AnnotationAggregate: other}, layers: []layer{title("model.safetensors")}},
-		"claim of nothing": {notes: map[string]string{api.AnnotationAggregate: other, api.AnnotationKind: "base"}, layers: []layer{
-			{config, "model.safetensors.index.json", indexOf("a.safetensors"), nil}, title("b.safetensors")}},
+		"two names": {layers: []layer{{raw, "", one, map[string]string{"org.opencontainers.image.title": "a",
+			"org.cncf.model.filepath": "b"}}}},
+		"other aggregate": {notes: map[string]string{api.AnnotationAggregate: other},
+			layers: []layer{title("model.safetensors")}},
+		"claim of nothing": {notes: map[string]string{api.AnnotationAggregate: other, api.AnnotationKind: "base"},
+			layers: []layer{
+				{config, "model.safetensors.index.json", indexOf("a.safetensors"), nil}, title("b.safetensors")}},
 		"no aggregate":      {notes: map[string]string{api.AnnotationAggregate: "sha256:XYZ"}},
 		"unknown kind":      {notes: map[string]string{api.AnnotationKind: "lora"}},
 		"two kinds":         {artifactType: api.ArtifactTypeEval, notes: map[string]string{api.AnnotationKind: "base"}},
 		"base of no shards": {notes: map[string]string{api.AnnotationKind: "base"}, layers: []layer{title("model.gguf")}},
 	} {
 		s := blobs{}
-		if a, err := s.classify(t, s.manifest(c.artifactType, c.notes, c.layers...)); !errors.Is(err, api.ErrManifestInvalid) {
+		if a, err := s.classify(t, s.manifest(c.artifactType, c.notes, c.layers...)); !errors.Is(
+			err,
+			api.ErrManifestInvalid,
+		) {
 			t.Errorf("%s: %+v, %v", name, a, err)
 		}
 	}
@@ -198,10 +231,18 @@ func TestRefusals(t *testing.T) {
 func TestConflictNamesBothValues(t *testing.T) {
 	s := blobs{}
 	other := identity.Aggregate(identity.Sum([]byte("another"))).String()
-	_, err := s.classify(t, s.manifest("", map[string]string{api.AnnotationAggregate: other}, layer{raw, "model.safetensors", tensors("1"), nil}))
-	want, _ := identity.New([]identity.Shard{{Filename: "model.safetensors", Size: uint64(len(tensors("1"))), Digest: identity.Sum(tensors("1"))}})
+	_, err := s.classify(
+		t,
+		s.manifest("", map[string]string{api.AnnotationAggregate: other}, layer{raw, "model.safetensors", tensors("1"), nil}),
+	)
+	want, _ := identity.New(
+		[]identity.Shard{
+			{Filename: "model.safetensors", Size: uint64(len(tensors("1"))), Digest: identity.Sum(tensors("1"))},
+		},
+	)
 	var e *api.Error
-	if !errors.As(err, &e) || e.Detail != (api.Conflict{Reason: "AGGREGATE_CONFLICT", Claimed: other, Derived: want.Aggregate.String()}) {
+	if !errors.As(err, &e) ||
+		e.Detail != (api.Conflict{Reason: "AGGREGATE_CONFLICT", Claimed: other, Derived: want.Aggregate.String()}) {
 		t.Fatalf("%+v", e)
 	}
 }
@@ -216,8 +257,16 @@ func TestPackagingLeavesShardNamesOut(t *testing.T) {
 		return a.Packaging
 	}
 	tokenizer := layer{config, "tokenizer.json", []byte("{}"), nil}
-	a := of(layer{raw, "a.safetensors", tensors("1"), nil}, tokenizer, layer{config, indexName, indexOf("a.safetensors"), nil})
-	b := of(tokenizer, layer{raw, "b.safetensors", tensors("1"), nil}, layer{config, indexName, indexOf("b.safetensors"), nil})
+	a := of(
+		layer{raw, "a.safetensors", tensors("1"), nil},
+		tokenizer,
+		layer{config, indexName, indexOf("a.safetensors"), nil},
+	)
+	b := of(
+		tokenizer,
+		layer{raw, "b.safetensors", tensors("1"), nil},
+		layer{config, indexName, indexOf("b.safetensors"), nil},
+	)
 	c := of(layer{raw, "a.safetensors", tensors("1"), nil}, layer{config, "tokenizer.json", []byte("{ }"), nil})
 	d := of(layer{raw, "a.safetensors", tensors("1"), nil}, layer{config, "tokeniser.json", []byte("{}"), nil})
 	if a != b || a == c || a == d || c == d {
@@ -244,12 +293,17 @@ func TestParseIsStrict(t *testing.T) {
 		t.Fatal(err)
 	}
 	for name, bad := range map[string]string{
-		"empty": "", "array": "[]", "duplicate": strings.Replace(good, `"schemaVersion":2`, `"schemaVersion":2,"schemaVersion":2`, 1),
+		"empty": "", "array": "[]", "duplicate": strings.Replace(good, `"schemaVersion":2`,
+			`"schemaVersion":2,"schemaVersion":2`, 1),
 		"duplicate deep": strings.Replace(good, `"size":2`, `"size":3,"size":2`, 1), "trailing": good + "{}",
-		"version": strings.Replace(good, `"schemaVersion":2`, `"schemaVersion":1`, 1), "no version": strings.Replace(good, `,"schemaVersion":2`, ``, 1),
-		"negative size": strings.Replace(good, `"size":2`, `"size":-2`, 1), "float size": strings.Replace(good, `"size":2`, `"size":2.0`, 1),
-		"no size": strings.Replace(good, `,"size":2`, ``, 1), "sha512": strings.Replace(good, `"digest":"sha256:`, `"digest":"sha512:`, 1),
-		"other case": strings.Replace(good, `"config"`, `"Config"`, 1), "both": strings.Replace(good, `"layers"`, `"manifests":[],"layers"`, 1),
+		"version":       strings.Replace(good, `"schemaVersion":2`, `"schemaVersion":1`, 1),
+		"no version":    strings.Replace(good, `,"schemaVersion":2`, ``, 1),
+		"negative size": strings.Replace(good, `"size":2`, `"size":-2`, 1), "float size": strings.Replace(good,
+			`"size":2`, `"size":2.0`, 1),
+		"no size": strings.Replace(good, `,"size":2`, ``, 1), "sha512": strings.Replace(good, `"digest":"sha256:`,
+			`"digest":"sha512:`, 1),
+		"other case": strings.Replace(good, `"config"`, `"Config"`, 1), "both": strings.Replace(good, `"layers"`,
+			`"manifests":[],"layers"`, 1),
 		"media type": strings.Replace(good, imageType, "application/vnd.oci.image.index.v1+json", 1),
 	} {
 		if _, err := Parse(imageType, []byte(bad)); !errors.Is(err, api.ErrManifestInvalid) {
@@ -293,7 +347,9 @@ func TestLargeManifestIsLinear(t *testing.T) {
 
 func FuzzParse(f *testing.F) {
 	s := blobs{}
-	f.Add(s.manifest(api.ArtifactTypeBase, map[string]string{"a": "b"}, layer{raw, "model.safetensors", tensors("1"), nil}))
+	f.Add(
+		s.manifest(api.ArtifactTypeBase, map[string]string{"a": "b"}, layer{raw, "model.safetensors", tensors("1"), nil}),
+	)
 	f.Add([]byte(`{"schemaVersion":2,"mediaType":"application/vnd.oci.image.index.v1+json","manifests":[]}`))
 	f.Fuzz(func(t *testing.T, body []byte) {
 		if len(body) > 1<<16 {
