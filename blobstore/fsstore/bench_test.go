@@ -128,7 +128,8 @@ func BenchmarkPut(b *testing.B) {
 			for b.Loop() {
 				for w := range writers {
 					wg.Go(func() {
-						if _, err := st.Put(b.Context(), blobstore.Ref{Repo: "r", Seq: uint64(w), Manifest: manifest}); err != nil {
+						ref := blobstore.Ref{Repo: "r", Seq: uint64(w), Manifest: manifest}
+						if _, err := st.Put(b.Context(), ref); err != nil {
 							b.Error(err)
 						}
 					})

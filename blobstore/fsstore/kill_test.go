@@ -86,7 +86,8 @@ func pushForever(st *Store, n uint64, say func(string, ...any)) error {
 func putForever(st *Store, writer, start uint64, say func(string, ...any)) error {
 	repo := fmt.Sprint(writer)
 	for n := start; ; n++ {
-		if _, err := st.Put(context.Background(), blobstore.Ref{Repo: repo, Seq: n}, blobstore.Ref{Repo: repo, Seq: n}); err != nil {
+		r := blobstore.Ref{Repo: repo, Seq: n}
+		if _, err := st.Put(context.Background(), r, r); err != nil {
 			return err
 		}
 		say("refs %d %d", writer, n)

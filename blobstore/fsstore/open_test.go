@@ -34,17 +34,19 @@ func TestRefusesWhatIsNoStore(t *testing.T) {
 	}{
 		{"no folder", nil, blobstore.ErrNotStore, nil, "no such folder"},
 		{"empty", map[string]string{}, blobstore.ErrNotStore, nil, "folder is empty"},
-		{"other files", map[string]string{"a.txt": "", "b/c": "", "d": "", "e": ""}, blobstore.ErrNotStore, blobstore.ErrNotStore,
-			"a.txt, b, d and 1 more"},
-		{"a store without its marker", map[string]string{"blobs/sha256/00/x": "", "refs.log": ""}, blobstore.ErrNotStore,
-			blobstore.ErrNotStore, "no store.json"},
+		{"other files", map[string]string{"a.txt": "", "b/c": "", "d": "", "e": ""}, blobstore.ErrNotStore,
+			blobstore.ErrNotStore, "a.txt, b, d and 1 more"},
+		{"a store without its marker", map[string]string{"blobs/sha256/00/x": "", "refs.log": ""},
+			blobstore.ErrNotStore, blobstore.ErrNotStore, "no store.json"},
 		{"refs without the marker", map[string]string{"refs.log": strings.Repeat("x", 100)}, blobstore.ErrNotStore,
 			blobstore.ErrNotStore, "no store.json"},
-		{"half made", map[string]string{"LOCK": "1\n", "refs.log": "x", ".store.json.tmp-X": "{"}, blobstore.ErrNotStore, nil, "LOCK"},
+		{"half made", map[string]string{"LOCK": "1\n", "refs.log": "x", ".store.json.tmp-X": "{"},
+			blobstore.ErrNotStore, nil, "LOCK"},
 		{"a fresh filesystem", map[string]string{"lost+found/.x": ""}, blobstore.ErrNotStore, nil, "lost+found"},
 		{"not our marker", map[string]string{"store.json": `{"format":"other","version":1}`}, blobstore.ErrDamaged,
 			blobstore.ErrDamaged, "store.json"},
-		{"broken marker", map[string]string{"store.json": `{"fo`}, blobstore.ErrDamaged, blobstore.ErrDamaged, "store.json"},
+		{"broken marker", map[string]string{"store.json": `{"fo`}, blobstore.ErrDamaged,
+			blobstore.ErrDamaged, "store.json"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			dir := filepath.Join(t.TempDir(), "data", "store")
@@ -93,7 +95,8 @@ func tree(t *testing.T, dir string) (paths []string) {
 func TestNewerFormat(t *testing.T) {
 	dir := t.TempDir()
 	write(t, filepath.Join(dir, "store.json"), `{"format":"kiln-store","version":2}`)
-	for what, err := range map[string]error{"open": func() error { _, err := Open(dir, Options{}); return err }(), "init": Init(dir)} {
+	_, oerr := Open(dir, Options{})
+	for what, err := range map[string]error{"open": oerr, "init": Init(dir)} {
 		if err == nil || !strings.Contains(err.Error(), "format 2") || errors.Is(err, blobstore.ErrNotStore) {
 			t.Errorf("%s: %v", what, err)
 		}

@@ -104,7 +104,8 @@ func (l *refLog) findEnd(size int64) (int64, error) {
 		return 0, err
 	}
 	if proof > 0 {
-		return 0, fmt.Errorf("%w: %s is broken at byte %d, but goes on at byte %d", blobstore.ErrDamaged, refsName, end, proof)
+		return 0, fmt.Errorf("%w: %s is broken at byte %d, but goes on at byte %d",
+			blobstore.ErrDamaged, refsName, end, proof)
 	}
 	return l.checkTail(synced, end)
 }

@@ -208,7 +208,8 @@ func leftover(dir string, e fs.DirEntry) bool {
 		})
 		return err == nil && files == 0
 	default:
-		return strings.HasPrefix(name, durable.TempPrefix(refsName)) || strings.HasPrefix(name, durable.TempPrefix(markerName))
+		return strings.HasPrefix(name, durable.TempPrefix(refsName)) ||
+			strings.HasPrefix(name, durable.TempPrefix(markerName))
 	}
 }
 

@@ -278,7 +278,8 @@ func (st *Store) Since(ctx context.Context, after blobstore.Position) iter.Seq2[
 		var found []placed
 		err := st.view(ctx, func() error {
 			if after > blobstore.Position(len(st.refs)) {
-				return fmt.Errorf("read refs: %w: there are %d, asked for was %d", blobstore.ErrDamaged, len(st.refs), after)
+				return fmt.Errorf("read refs: %w: there are %d, asked for were those after %d",
+					blobstore.ErrDamaged, len(st.refs), after)
 			}
 			found = slices.Clone(st.refs[after:])
 			return nil

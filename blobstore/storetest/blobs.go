@@ -39,7 +39,9 @@ func testRanges(e *env) {
 	b := random(2, 1<<20+17)
 	d := e.put(b).Digest
 	size := int64(len(b))
-	for _, r := range [][2]int64{{0, -1}, {0, 0}, {0, 1}, {5, 300 << 10}, {size - 1, 1}, {size, -1}, {size, 0}, {7, -1}, {size - 5, 100}} {
+	for _, r := range [][2]int64{
+		{0, -1}, {0, 0}, {0, 1}, {5, 300 << 10}, {size - 1, 1}, {size, -1}, {size, 0}, {7, -1}, {size - 5, 100},
+	} {
 		off, n := r[0], r[1]
 		want := b[off:]
 		if n >= 0 {

@@ -132,7 +132,9 @@ func testNoSpace(e *env) {
 func testMismatch(e *env) {
 	b := random(15, 1000)
 	right, wrong := identity.Sum(b), identity.Sum([]byte("other"))
-	for _, c := range []struct{ hint, ask identity.Digest }{{right, wrong}, {identity.Digest{}, wrong}, {wrong, right}, {wrong, wrong}} {
+	for _, c := range []struct{ hint, ask identity.Digest }{
+		{right, wrong}, {identity.Digest{}, wrong}, {wrong, right}, {wrong, wrong},
+	} {
 		u := e.create(c.hint, -1)
 		e.add(u, b)
 		_, err := u.Commit(e.ctx, c.ask)
@@ -170,8 +172,8 @@ func testAbort(e *env) {
 
 func testUnknownUpload(e *env) {
 	e.put([]byte("something"))
-	for _, id := range []string{"", ".", "..", "x", "../refs", "../blobs/sha256", strings.Repeat("0", 32), strings.Repeat("a", 5000),
-		"00000000000000000000000000000000/../..", "\x00"} {
+	for _, id := range []string{"", ".", "..", "x", "../refs", "../blobs/sha256", strings.Repeat("0", 32),
+		strings.Repeat("a", 5000), "00000000000000000000000000000000/../..", "\x00"} {
 		_, err := e.st.Resume(e.ctx, id)
 		e.want("resume of an id that never was", err, blobstore.ErrUploadUnknown)
 	}
@@ -221,7 +223,8 @@ func testUploads(e *env) {
 	e.reopen(true)
 	found := e.uploads()
 	for id, size := range sizes {
-		if u := found[id]; u.Size != size || u.Touched.Before(before) || u.Touched.After(time.Now().Add(time.Second)) {
+		u := found[id]
+		if u.Size != size || u.Touched.Before(before) || u.Touched.After(time.Now().Add(time.Second)) {
 			e.Errorf("upload %s: %+v, want %d bytes, touched just now", id, u, size)
 		}
 	}
