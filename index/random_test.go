@@ -104,8 +104,8 @@ func TestModel(t *testing.T) {
 		checks string
 		place  func() place
 	}{
-		{"memory", "300", func() place { return &memPlace{new(memkv.Disk)} }},
-		{"bolt", "15", func() place { return &boltPlace{dir: t.TempDir()} }},
+		{"memory", "150", func() place { return &memPlace{new(memkv.Disk)} }},
+		{"bolt", "8", func() place { return &boltPlace{dir: t.TempDir()} }},
 	} {
 		t.Run(c.engine, func(t *testing.T) {
 			old := flag.Lookup("rapid.checks").Value.String()

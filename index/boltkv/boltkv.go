@@ -5,7 +5,6 @@
 package boltkv
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -28,6 +27,9 @@ const DefaultTimeout = 1500 * time.Millisecond
 // anew, when the file outgrows it, waits for the views that are open.
 const initialMap = 256 << 20
 
+// growBy is how much the file grows at a time, in bytes: each time costs a sync of its own.
+const growBy = 2 << 20
+
 var bucketName = []byte("kiln")
 
 // Options are settings of Open. The zero Options are the defaults.
@@ -41,10 +43,12 @@ type KV struct {
 	file *os.File // bbolt's own
 	db   *bbolt.DB
 
+	beginning sync.Mutex // held while a transaction begins
+
 	mu     sync.Mutex // guards what follows
 	queue  []*update
 	closed bool
-	broken error // set once the file was found damaged while writing: nothing more is written
+	broken error // set once bbolt failed in a way that it does not recover from: it is not called again
 
 	wake      chan struct{} // holds a token while the committer has something to look at
 	done      chan struct{} // closed when the committer has ended
@@ -93,6 +97,7 @@ func (kv *KV) open(timeout time.Duration) error {
 		guard(kv.db.Close)
 		return err
 	}
+	kv.db.AllocSize = growBy
 	if err := kv.makeBucket(); err != nil || !fresh {
 		return err
 	}
@@ -142,23 +147,46 @@ func (kv *KV) Path() string { return kv.path }
 
 // View implements index.KV.
 func (kv *KV) View(ctx context.Context, fn func(index.Txn) error) error {
-	if err := cmp.Or(ctx.Err(), kv.isBroken()); err != nil {
+	if err := ctx.Err(); err != nil {
 		return err
 	}
-	var t *bbolt.Tx
-	err := guard(func() (err error) {
-		t, err = kv.db.Begin(false)
-		return err
-	})
+	t, err := kv.begin(false)
 	if err != nil {
-		return kv.named("read", err)
+		return err
 	}
-	defer guard(t.Rollback)
+	defer kv.endView(t)
 	x, err := kv.begun(t)
 	if err != nil {
 		return err
 	}
 	return x.run(fn)
+}
+
+// begin starts a bbolt transaction. If bbolt panics in it, as it does when the meta pages are spoilt, it keeps a lock that
+// every later call waits for: so there must be none.
+func (kv *KV) begin(writable bool) (t *bbolt.Tx, err error) {
+	kv.beginning.Lock()
+	defer kv.beginning.Unlock()
+	if err := kv.isBroken(); err != nil {
+		return nil, err
+	}
+	err = guard(func() (err error) {
+		t, err = kv.db.Begin(writable)
+		return err
+	})
+	if errors.Is(err, index.ErrDamaged) {
+		return nil, kv.breakDown(err)
+	}
+	if err != nil {
+		return nil, kv.named("open a transaction of", err)
+	}
+	return t, nil
+}
+
+func (kv *KV) endView(t *bbolt.Tx) {
+	if kv.isBroken() == nil {
+		guard(t.Rollback)
+	}
 }
 
 func (kv *KV) isBroken() error {
@@ -198,6 +226,7 @@ func (kv *KV) Close() error {
 // replaced. What bbolt mapped stays mapped until the process ends.
 func (kv *KV) abandon() {
 	if kv.file != nil {
+		syscall.Flock(int(kv.file.Fd()), syscall.LOCK_UN) // the mapping would keep it
 		kv.file.Close()
 	}
 }

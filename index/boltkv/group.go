@@ -160,15 +160,8 @@ func (kv *KV) commit(group []*update) (again []*update) {
 }
 
 func (kv *KV) beginGroup() (t *bbolt.Tx, x *txn, err error) {
-	if err := kv.isBroken(); err != nil {
+	if t, err = kv.begin(true); err != nil {
 		return nil, nil, err
-	}
-	err = guard(func() (err error) {
-		t, err = kv.db.Begin(true)
-		return err
-	})
-	if err != nil {
-		return nil, nil, kv.breakDown(err)
 	}
 	if x, err = kv.begun(t); err != nil {
 		return nil, nil, kv.breakDown(err)
@@ -195,13 +188,14 @@ func (kv *KV) finishGroup(t *bbolt.Tx, changed bool) error {
 	return nil
 }
 
-// breakDown stops the KV: bbolt's state after damage is not to be trusted, and may hold its own lock for ever.
+// breakDown stops the KV: bbolt's state after damage is not to be trusted, and may hold its own locks for ever.
 func (kv *KV) breakDown(err error) error {
-	err = kv.named("write", err)
 	kv.mu.Lock()
 	defer kv.mu.Unlock()
-	kv.broken = err
-	return err
+	if kv.broken == nil {
+		kv.broken = kv.named("use", err)
+	}
+	return kv.broken
 }
 
 func finish(updates []*update, err error) {
