@@ -388,10 +388,10 @@ func (w *response) next(path string, query url.Values) {
 func (r *Registry) getPing(w *response, q *request) error {
 	// A caller without a name is told to authenticate even where anonymous pulls are allowed: clients decide with this
 	// request whether to send what they have.
+	w.Header().Set("Docker-Distribution-API-Version", "registry/2.0")
 	if !r.access.Open() && q.caller.Name == "" {
 		return api.Errorf(api.CodeUnauthorized, "")
 	}
-	w.Header().Set("Docker-Distribution-API-Version", "registry/2.0")
 	return w.json(q, http.StatusOK, struct{}{})
 }
 

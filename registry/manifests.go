@@ -17,8 +17,13 @@ import (
 	"github.com/kiln-registry/kiln-registry/registry/classify"
 )
 
-// maxTagParams is how many tags one PUT of a manifest may move.
-const maxTagParams = 64
+const (
+	// maxTagParams is how many tags one PUT of a manifest may move.
+	maxTagParams = 64
+	// largeIndex is the size in bytes from which shard indexes are read one at a time. That of a model of 4,096 shards
+	// and 100,000 tensors has about 8 MB.
+	largeIndex = 8 << 20
+)
 
 // Manifest returns a manifest of a repository, by tag or digest, with its exact bytes. ErrManifestUnknown.
 func (r *Registry) Manifest(
@@ -187,6 +192,10 @@ func (r *Registry) derive(
 	m classify.Manifest,
 	body []byte,
 ) (index.PutManifest, error) {
+	if m.IndexSize() > largeIndex {
+		r.large <- struct{}{}
+		defer func() { <-r.large }()
+	}
 	a, err := classify.Classify(ctx, r.store, m)
 	if err != nil {
 		return index.PutManifest{}, err

@@ -64,7 +64,8 @@ type Registry struct {
 	state   atomic.Int32
 	writes  sync.RWMutex // held for writing while the index is rebuilt
 	kept    watermark
-	handles sync.Map // by id: the blobstore.Upload of each upload that this process has used and that has not ended
+	large   chan struct{} // has room for one: the classification that holds a large shard index in memory
+	handles sync.Map      // by id: the blobstore.Upload of each upload that this process has used and that has not ended
 }
 
 // The states of a registry.
@@ -81,7 +82,7 @@ func New(c Config) (*Registry, error) {
 	}
 	r := &Registry{
 		store: c.Store, refs: c.Refs, uploads: c.Uploads, ix: c.Index, access: c.Access, log: c.Log,
-		version: c.Version, now: c.Clock, idle: c.IdleTimeout,
+		version: c.Version, now: c.Clock, idle: c.IdleTimeout, large: make(chan struct{}, 1),
 	}
 	if r.now == nil {
 		r.now = time.Now
@@ -116,16 +117,16 @@ func (r *Registry) Health() api.Health {
 	return h
 }
 
-// PurgeUploads drops the uploads that have run out and returns how many those were.
-func (r *Registry) PurgeUploads(ctx context.Context) (int, error) {
-	n := 0
+// Purge drops what has run out: uploads that nobody went on with, and the leases of blobs for which no manifest came.
+// It returns how many uploads those were.
+func (r *Registry) Purge(ctx context.Context) (uploads int, err error) {
 	for u, err := range r.uploads.Uploads(ctx) {
 		if err != nil {
-			return n, fmt.Errorf("list uploads: %w", err)
+			return uploads, fmt.Errorf("list uploads: %w", err)
 		}
 		known, err := r.ix.Upload(ctx, u.ID)
 		if err != nil && !errors.Is(err, index.ErrNotFound) {
-			return n, err
+			return uploads, err
 		}
 		now := r.now()
 		if err == nil && known.Expires.After(now) || now.Sub(u.Touched) < uploadQuiet {
@@ -135,9 +136,28 @@ func (r *Registry) PurgeUploads(ctx context.Context) (int, error) {
 			r.log.Warn("upload not dropped", "id", u.ID, "error", err)
 			continue
 		}
-		n++
+		uploads++
 	}
-	return n, nil
+	return uploads, r.purgeIndex(ctx)
+}
+
+// purgeIndex drops the rows of uploads that the store has lost and of leases that have ended.
+func (r *Registry) purgeIndex(ctx context.Context) error {
+	for u, err := range r.ix.ExpiredUploads(ctx, r.now()) {
+		if err != nil {
+			return err
+		}
+		if _, err := r.store.Resume(ctx, u.ID); !errors.Is(err, blobstore.ErrUploadUnknown) {
+			continue
+		}
+		if err := r.forget(ctx, u.ID); err != nil {
+			return err
+		}
+	}
+	r.writes.RLock()
+	defer r.writes.RUnlock()
+	_, err := r.ix.Purge(ctx, r.now())
+	return err
 }
 
 // watermark knows up to which position of the store every ref is in the index. Refs are kept by many goroutines at a

@@ -339,7 +339,7 @@ func TestDiskFull(t *testing.T) {
 	}
 }
 
-func TestPurgeUploads(t *testing.T) {
+func TestPurge(t *testing.T) {
 	s := newServer(t)
 	now := time.Now()
 	s.stop()
@@ -347,12 +347,12 @@ func TestPurgeUploads(t *testing.T) {
 	s.start()
 	at := s.begin("a")
 	s.want(202, "PATCH", at, []byte("x"))
-	if n, err := s.reg.PurgeUploads(t.Context()); n != 0 || err != nil {
+	if n, err := s.reg.Purge(t.Context()); n != 0 || err != nil {
 		t.Fatal(n, err)
 	}
 	now = now.Add(8 * 24 * time.Hour)
 	s.want(404, "GET", at, nil)
-	if n, err := s.reg.PurgeUploads(t.Context()); n != 1 || err != nil {
+	if n, err := s.reg.Purge(t.Context()); n != 1 || err != nil {
 		t.Fatal(n, err)
 	}
 	for u, err := range s.store.Uploads(t.Context()) {

@@ -196,13 +196,13 @@ func newServer(h http.Handler, log *slog.Logger) *http.Server {
 	}
 }
 
-// purge drops abandoned uploads, now and then.
+// purge drops what has run out, now and then.
 func purge(ctx context.Context, p *parts, log *slog.Logger) {
 	tick := time.NewTicker(purgeEvery)
 	defer tick.Stop()
 	for {
-		if n, err := p.reg.PurgeUploads(ctx); err != nil && ctx.Err() == nil {
-			log.Error("purge of uploads", "error", err)
+		if n, err := p.reg.Purge(ctx); err != nil && ctx.Err() == nil {
+			log.Error("purge", "error", err)
 		} else if n > 0 {
 			log.Info("abandoned uploads dropped", "count", n)
 		}

@@ -129,6 +129,16 @@ type file struct {
 // files are the named layers of a manifest, by name.
 type files map[string]file
 
+// IndexSize returns the size in bytes of the shard index, which Classify holds in memory; 0 if there is none.
+func (m Manifest) IndexSize() int64 {
+	for _, d := range m.Layers {
+		if d.Name() == indexName {
+			return d.Size
+		}
+	}
+	return 0
+}
+
 // filesOf returns the named layers. A name that could be misused, or that two layers share, refuses the manifest.
 func filesOf(m Manifest) (files, error) {
 	out := files{}
