@@ -9,6 +9,7 @@ import (
 	"net/http"
 	"os"
 	"path/filepath"
+	"strconv"
 )
 
 const piece = 256 << 10 // bytes a write, as the product does it
@@ -19,7 +20,15 @@ func serveBare(ctx context.Context, args []string) error {
 	if len(args) != 2 {
 		return errors.New("bare: want a folder and an address")
 	}
-	dir := args[0]
+	s := &http.Server{Addr: args[1], Handler: bareHandler(args[0])}
+	go func() { <-ctx.Done(); s.Close() }()
+	if err := s.ListenAndServe(); !errors.Is(err, http.ErrServerClosed) {
+		return err
+	}
+	return nil
+}
+
+func bareHandler(dir string) http.Handler {
 	mux := http.NewServeMux()
 	mux.HandleFunc("GET /ready", func(http.ResponseWriter, *http.Request) {})
 	mux.HandleFunc("GET /blob", func(w http.ResponseWriter, r *http.Request) {
@@ -29,7 +38,13 @@ func serveBare(ctx context.Context, args []string) error {
 			return
 		}
 		defer f.Close()
-		io.Copy(w, f) // a client that goes away is its own matter
+		i, err := f.Stat()
+		if err != nil {
+			http.Error(w, err.Error(), http.StatusInternalServerError)
+			return
+		}
+		w.Header().Set("Content-Length", strconv.FormatInt(i.Size(), 10)) // else it is chunked, and not sent by sendfile
+		io.Copy(w, f)                                                     // a client that goes away is its own matter
 	})
 	mux.HandleFunc("PUT /blob", func(w http.ResponseWriter, r *http.Request) {
 		if err := take(dir, r.Body, r.URL.Query().Get("sha256")); err != nil {
@@ -38,12 +53,7 @@ func serveBare(ctx context.Context, args []string) error {
 		}
 		w.WriteHeader(http.StatusCreated)
 	})
-	s := &http.Server{Addr: args[1], Handler: mux}
-	go func() { <-ctx.Done(); s.Close() }()
-	if err := s.ListenAndServe(); !errors.Is(err, http.ErrServerClosed) {
-		return err
-	}
-	return nil
+	return mux
 }
 
 // take writes body to dir/blob, hashing it, and makes it durable.

@@ -45,6 +45,12 @@ func TestBare(t *testing.T) {
 	if err != nil || sha256.Sum256(kept) != sha256.Sum256(body) {
 		t.Errorf("kept %d bytes, %v", len(kept), err)
 	}
+	s := httptest.NewServer(bareHandler(dir))
+	defer s.Close()
+	res, err := newClient().do(context.Background(), "GET", s.URL+"/blob", nil, 0, http.StatusOK)
+	if err != nil || res.ContentLength != int64(len(body)) {
+		t.Errorf("a chunked answer is not sent by sendfile: %+v, %v", res, err)
+	}
 }
 
 // TestDo checks that an unexpected status is an error that carries the answer.
