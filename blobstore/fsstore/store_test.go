@@ -19,7 +19,7 @@ type folder struct {
 }
 
 func newFolder(t testing.TB) storetest.Medium {
-	f := &folder{dir: filepath.Join(t.TempDir(), "store")}
+	f := &folder{dir: filepath.Join(memDir(t), "store")}
 	newStore(t, f.dir)
 	return f
 }
@@ -34,7 +34,7 @@ func unsynced(op durable.Op, _ string, do func() error) error {
 
 // memDir returns a temporary folder in memory where the machine has one: the tests that use it make and drop thousands of
 // files and have a model of the disk of their own.
-func memDir(t *testing.T) string {
+func memDir(t testing.TB) string {
 	t.Helper()
 	dir, err := os.MkdirTemp("/dev/shm", "fsstore-test-")
 	if err != nil {
