@@ -44,6 +44,7 @@ type server struct {
 
 func newServer(t *testing.T) *server {
 	t.Helper()
+	t.Parallel()
 	s := &server{t: t, dir: filepath.Join(t.TempDir(), "data"), gate: access.Open(), log: new(bytes.Buffer)}
 	if err := fsstore.Init(s.dir); err != nil {
 		t.Fatal(err)

@@ -244,7 +244,7 @@ func TestUploadInUse(t *testing.T) {
 func TestIdleClients(t *testing.T) {
 	s := newServer(t)
 	s.stop()
-	s.idle = 200 * time.Millisecond
+	s.idle = 500 * time.Millisecond
 	s.start()
 	at := s.begin("a")
 	c := s.half("PATCH", at, 1000, make([]byte, 10))
@@ -258,9 +258,9 @@ func TestIdleClients(t *testing.T) {
 	slow := s.begin("a")
 	pr, pw := io.Pipe()
 	go func() {
-		pace := time.NewTicker(s.idle / 3)
+		pace := time.NewTicker(s.idle / 5)
 		defer pace.Stop()
-		for range 6 {
+		for range 8 {
 			<-pace.C
 			pw.Write(make([]byte, 5))
 		}
@@ -272,7 +272,7 @@ func TestIdleClients(t *testing.T) {
 		t.Fatal(err)
 	}
 	res.Body.Close()
-	if res.StatusCode != 202 || res.Header.Get("Range") != "0-29" {
+	if res.StatusCode != 202 || res.Header.Get("Range") != "0-39" {
 		t.Fatal(res.StatusCode, res.Header)
 	}
 
