@@ -152,6 +152,34 @@ func TestEngineErrors(t *testing.T) {
 	}
 }
 
+// TestFull: an update for which there is no space fails alone, and the next one that fits is kept.
+func TestFull(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "index.db")
+	kv := mustOpen(t, path)
+	put := func(i int) error {
+		return kv.Update(t.Context(), func(x index.Txn) error { return x.Put(row(i), make([]byte, 3000)) })
+	}
+	kv.db.MaxSize = growBy + 1
+	kept := 0
+	for put(kept) == nil {
+		if kept++; kept > 10000 {
+			t.Fatal("the limit is not kept")
+		}
+	}
+	if rows, err := contents(t, kv); err != nil || len(rows) != kept {
+		t.Errorf("full: %d rows of %d, %v", len(rows), kept, err)
+	}
+	kv.db.MaxSize = 0
+	if err := errors.Join(put(kept), kv.Close()); err != nil {
+		t.Error(err)
+	}
+	kv = mustOpen(t, path)
+	defer kv.Close()
+	if rows, err := contents(t, kv); err != nil || len(rows) != kept+1 {
+		t.Errorf("opened again: %d rows of %d, %v", len(rows), kept+1, err)
+	}
+}
+
 // fill puts rows in order of key, in the form of the index's listing rows.
 func fill(b *testing.B, kv *KV, from, to int) {
 	b.Helper()

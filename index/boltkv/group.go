@@ -149,7 +149,7 @@ func (kv *KV) commit(group []*update) (again []*update) {
 			in = append(in, u)
 		case v.wrote:
 			if err := guard(t.Rollback); err != nil {
-				finish(append(in, group[i+1:]...), kv.breakDown(err))
+				finish(append(in, group[i+1:]...), kv.breakDown(kv.named("write", err)))
 				return nil
 			}
 			return append(in, group[i+1:]...)
@@ -180,7 +180,7 @@ func (kv *KV) finishGroup(t *bbolt.Tx, changed bool) error {
 		return err
 	})
 	if err != nil && panicked {
-		return kv.breakDown(err)
+		return kv.breakDown(kv.named("write", err))
 	}
 	if err != nil {
 		return kv.named("write", err)
@@ -193,7 +193,7 @@ func (kv *KV) breakDown(err error) error {
 	kv.mu.Lock()
 	defer kv.mu.Unlock()
 	if kv.broken == nil {
-		kv.broken = kv.named("use", err)
+		kv.broken = err
 	}
 	return kv.broken
 }

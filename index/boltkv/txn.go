@@ -24,7 +24,12 @@ func guard(fn func() error) (err error) {
 	return fn()
 }
 
-func damaged(r any) error { return fmt.Errorf("%w: %v", index.ErrDamaged, r) }
+func damaged(r any) error {
+	if isFault(r) {
+		r = "a page is not in the file"
+	}
+	return fmt.Errorf("%w: %v", index.ErrDamaged, r)
+}
 
 // txn is one transaction, or the part of one group's transaction in which one update runs.
 type txn struct {

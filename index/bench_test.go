@@ -1,0 +1,79 @@
+package index_test
+
+import (
+	"fmt"
+	"testing"
+
+	"github.com/kiln-registry/kiln-registry/api"
+	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/index"
+)
+
+// load puts adapters number from+1 to number to of one aggregate into repositories of 10,000 each.
+func load(tb testing.TB, ix *index.Index, a identity.Aggregate, from, to int) {
+	tb.Helper()
+	var ops []index.Op
+	for i := from; i < to; i++ {
+		ops = append(ops, adapter(fmt.Sprintf("farm/adapters-%d", i/10000), fmt.Sprint("adapter ", i), uint64(i+1), a))
+		if len(ops) == 1000 || i+1 == to {
+			apply(tb, ix, ops...)
+			ops = nil
+		}
+	}
+}
+
+// BenchmarkPush is one manifest with a tag, durable, in a repository that holds so many.
+func BenchmarkPush(b *testing.B) {
+	for _, held := range []int{1, 10000, 50000} {
+		b.Run(fmt.Sprintf("into %d", held), func(b *testing.B) {
+			ix := opened(b, openBolt(b))
+			a := aggregate("base")
+			load(b, ix, a, 0, held)
+			seq := uint64(held)
+			for b.Loop() {
+				seq++
+				p := adapter("farm/adapters-0", fmt.Sprint("pushed ", seq), seq, a)
+				apply(b, ix, p, index.PutTag{Repo: p.Repo, Tag: fmt.Sprint("v", seq), Digest: p.Digest, Seq: seq})
+			}
+		})
+	}
+}
+
+// BenchmarkFind is the first 100 records of a query among 100,000 adapters of one base.
+func BenchmarkFind(b *testing.B) {
+	ix := opened(b, openBolt(b))
+	a := aggregate("base")
+	load(b, ix, a, 0, 100000)
+	for name, q := range map[string]index.Query{
+		"by aggregate":                  {Aggregate: a, Kind: api.KindAdapter},
+		"all but the last repo refused": {Aggregate: a, See: func(repo string) bool { return repo == "farm/adapters-9" }},
+		"of a repository":               {Repo: "farm/adapters-5"},
+	} {
+		b.Run(name, func(b *testing.B) {
+			for b.Loop() {
+				n := 0
+				for _, err := range ix.Find(b.Context(), q) {
+					if err != nil {
+						b.Fatal(err)
+					}
+					if n++; n == 100 {
+						break
+					}
+				}
+				if n != 100 {
+					b.Fatalf("found %d", n)
+				}
+			}
+		})
+	}
+}
+
+// BenchmarkRebuild applies 10,000 manifests in batches of 1,000.
+func BenchmarkRebuild(b *testing.B) {
+	for b.Loop() {
+		b.StopTimer()
+		ix := opened(b, openBolt(b))
+		b.StartTimer()
+		load(b, ix, aggregate("base"), 0, 10000)
+	}
+}
