@@ -25,12 +25,8 @@ import (
 
 	"github.com/kiln-registry/kiln-registry/api"
 	"github.com/kiln-registry/kiln-registry/api/client"
-	"github.com/kiln-registry/kiln-registry/blobstore/fsstore"
 	"github.com/kiln-registry/kiln-registry/identity"
-	"github.com/kiln-registry/kiln-registry/index"
-	"github.com/kiln-registry/kiln-registry/index/boltkv"
-	"github.com/kiln-registry/kiln-registry/registry"
-	"github.com/kiln-registry/kiln-registry/registry/access"
+	"github.com/kiln-registry/kiln-registry/internal/testregistry"
 	"github.com/kiln-registry/kiln-registry/transfer"
 	"github.com/kiln-registry/kiln-registry/transfer/staging"
 )
@@ -70,7 +66,7 @@ func newSite(t *testing.T) *site {
 	t.Helper()
 	t.Cleanup(func() { goleak.VerifyNone(t) })
 	s := &site{t: t, bytes: map[string]int64{}}
-	origin := httptest.NewServer(newRegistry(t))
+	origin := httptest.NewServer(testregistry.New(t))
 	t.Cleanup(origin.Close)
 	u, err := url.Parse(origin.URL)
 	if err != nil {
@@ -96,38 +92,6 @@ func newSite(t *testing.T) *site {
 	}
 	t.Cleanup(s.past.Close)
 	return s
-}
-
-func newRegistry(t *testing.T) http.Handler {
-	t.Helper()
-	dir := t.TempDir()
-	if err := fsstore.Init(dir); err != nil {
-		t.Fatal(err)
-	}
-	store, err := fsstore.Open(dir, fsstore.Options{})
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { store.Close() })
-	kv, err := boltkv.Open(filepath.Join(dir, "index.db"), boltkv.Options{})
-	if err != nil {
-		t.Fatal(err)
-	}
-	ix, err := index.New(t.Context(), kv)
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { ix.Close() })
-	r, err := registry.New(registry.Config{
-		Store: store, Refs: store, Uploads: store, Index: ix, Access: access.Open(), Log: slog.New(slog.DiscardHandler),
-	})
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := r.Replay(t.Context()); err != nil {
-		t.Fatal(err)
-	}
-	return r
 }
 
 func (s *site) client(o client.Options) *client.Client {

@@ -8,7 +8,6 @@ import (
 	"encoding/json"
 	"errors"
 	"io"
-	"log/slog"
 	"net/http"
 	"net/http/httptest"
 	"os"
@@ -19,13 +18,9 @@ import (
 
 	"github.com/kiln-registry/kiln-registry/api"
 	"github.com/kiln-registry/kiln-registry/api/client"
-	"github.com/kiln-registry/kiln-registry/blobstore/fsstore"
 	"github.com/kiln-registry/kiln-registry/identity"
-	"github.com/kiln-registry/kiln-registry/index"
-	"github.com/kiln-registry/kiln-registry/index/memkv"
 	"github.com/kiln-registry/kiln-registry/internal/cli"
-	"github.com/kiln-registry/kiln-registry/registry"
-	"github.com/kiln-registry/kiln-registry/registry/access"
+	"github.com/kiln-registry/kiln-registry/internal/testregistry"
 	"github.com/kiln-registry/kiln-registry/transfer"
 )
 
@@ -237,44 +232,11 @@ func TestResidentRefused(t *testing.T) {
 	}
 }
 
-// residentRegistry serves a real registry and returns its address.
-func residentRegistry(t *testing.T) string {
-	t.Helper()
-	dir := t.TempDir()
-	if err := fsstore.Init(dir); err != nil {
-		t.Fatal(err)
-	}
-	store, err := fsstore.Open(dir, fsstore.Options{})
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { store.Close() })
-	kv, err := new(memkv.Disk).Open(1)
-	if err != nil {
-		t.Fatal(err)
-	}
-	ix, err := index.New(t.Context(), kv)
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { ix.Close() })
-	reg, err := registry.New(registry.Config{
-		Store: store, Refs: store, Uploads: store, Index: ix, Access: access.Open(), Log: slog.New(slog.DiscardHandler),
-	})
-	if err == nil {
-		err = reg.Replay(t.Context())
-	}
-	if err != nil {
-		t.Fatal(err)
-	}
-	server := httptest.NewServer(reg)
-	t.Cleanup(server.Close)
-	return strings.TrimPrefix(server.URL, "http://")
-}
-
 func TestResidentPulled(t *testing.T) {
 	dir, m := residentModel(t)
-	host := residentRegistry(t)
+	server := httptest.NewServer(testregistry.New(t))
+	t.Cleanup(server.Close)
+	host := strings.TrimPrefix(server.URL, "http://")
 	ref, err := client.ParseReference(host + "/team/demo:v1")
 	if err != nil {
 		t.Fatal(err)

@@ -2,30 +2,20 @@ package main
 
 import (
 	"bytes"
-	"context"
 	"encoding/json"
-	"errors"
 	"fmt"
-	"log/slog"
 	"net/http"
 	"net/http/httptest"
 	"os"
-	"os/exec"
 	"path/filepath"
-	"strconv"
 	"strings"
-	"syscall"
 	"testing"
 
 	"github.com/rogpeppe/go-internal/testscript"
 
-	"github.com/kiln-registry/kiln-registry/blobstore/fsstore"
-	"github.com/kiln-registry/kiln-registry/index"
-	"github.com/kiln-registry/kiln-registry/index/memkv"
 	"github.com/kiln-registry/kiln-registry/internal/cli"
 	"github.com/kiln-registry/kiln-registry/internal/testenv"
-	"github.com/kiln-registry/kiln-registry/registry"
-	"github.com/kiln-registry/kiln-registry/registry/access"
+	"github.com/kiln-registry/kiln-registry/internal/testregistry"
 )
 
 func TestMain(m *testing.M) { testscript.Main(m, map[string]func(){"kiln-push": main}) }
@@ -35,9 +25,9 @@ func TestMain(m *testing.M) { testscript.Main(m, map[string]func(){"kiln-push": 
 func TestScripts(t *testing.T) {
 	testscript.Run(t, testscript.Params{
 		Dir:  "testdata",
-		Cmds: map[string]func(*testscript.TestScript, bool, []string){"exits": exits, "shard": makeShard, "serving": serving},
+		Cmds: map[string]func(*testscript.TestScript, bool, []string){"exits": testregistry.Exits, "shard": makeShard, "serving": serving},
 		Setup: func(e *testscript.Env) error {
-			reg, err := newRegistry(filepath.Join(e.WorkDir, ".registry"), e.Defer)
+			reg, err := testregistry.Open(filepath.Join(e.WorkDir, ".registry"), e.Defer)
 			if err != nil {
 				return err
 			}
@@ -58,60 +48,6 @@ func TestScripts(t *testing.T) {
 			return nil
 		},
 	})
-}
-
-func newRegistry(dir string, later func(func())) (http.Handler, error) {
-	if err := os.MkdirAll(dir, 0o755); err != nil {
-		return nil, err
-	}
-	// A process that another script starts just now would inherit the lock of Init, until it has become its program.
-	syscall.ForkLock.RLock()
-	err := fsstore.Init(dir)
-	syscall.ForkLock.RUnlock()
-	if err != nil {
-		return nil, err
-	}
-	store, err := fsstore.Open(dir, fsstore.Options{})
-	if err != nil {
-		return nil, err
-	}
-	later(func() { store.Close() })
-	kv, err := new(memkv.Disk).Open(1)
-	if err != nil {
-		return nil, err
-	}
-	ix, err := index.New(context.Background(), kv)
-	if err != nil {
-		return nil, err
-	}
-	later(func() { ix.Close() })
-	r, err := registry.New(registry.Config{
-		Store: store, Refs: store, Uploads: store, Index: ix, Access: access.Open(), Log: slog.New(slog.DiscardHandler),
-	})
-	if err != nil {
-		return nil, err
-	}
-	return r, r.Replay(context.Background())
-}
-
-// exits runs a command that must end with the code given: exits CODE COMMAND ARG...
-func exits(ts *testscript.TestScript, _ bool, args []string) {
-	want, err := strconv.Atoi(args[0])
-	ts.Check(err)
-	err = ts.Exec(args[1], args[2:]...)
-	got := 0
-	var x *exec.ExitError
-	if errors.As(err, &x) {
-		got = x.ExitCode()
-	} else {
-		ts.Check(err)
-	}
-	if got != want {
-		ts.Fatalf("%v ended with %d, want %d", args[1:], got, want)
-	}
-	if strings.Contains(ts.ReadFile("stderr"), "goroutine ") {
-		ts.Fatalf("%v wrote a stack trace", args[1:])
-	}
 }
 
 // makeShard writes a valid file with one tensor: shard FILE NAME CONTENT [METADATA]

@@ -56,5 +56,9 @@ func sign(f *os.File) error {
 	return err
 }
 
-// Release gives the lock back. It is called once.
-func (l *Lock) Release() error { return l.f.Close() }
+// Release gives the lock back. It is called once. The unlock is explicit because a child of this process that is being
+// started at this moment may hold the file open for a while longer.
+func (l *Lock) Release() error {
+	err := control(l.f, func(fd int) error { return unix.Flock(fd, unix.LOCK_UN) })
+	return errors.Join(err, l.f.Close())
+}
