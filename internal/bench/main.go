@@ -49,7 +49,7 @@ func run(ctx context.Context, args []string, out io.Writer) error {
 	if err := fs.Parse(args); err != nil {
 		return err
 	}
-	b := &bench{size: 256 << 20, rounds: 5, pushes: 2000, out: out, client: newClient()}
+	b := &bench{size: 256 << 20, rounds: 5, pushes: 5000, out: out, client: newClient()}
 	if *full {
 		b.size, b.rounds, b.pushes = 1<<30, 7, 10000
 	}
