@@ -204,7 +204,6 @@ func (ix *Index) ExpiredUploads(ctx context.Context, now time.Time) iter.Seq2[Up
 // Purge forgets the LinkBlobs that end at now or before, and returns how many there were. They count for nothing since
 // they ended; Purge gives their space back.
 func (ix *Index) Purge(ctx context.Context, now time.Time) (int, error) {
-	const rows = 1024
 	end := in(tableExpiry).oldest(now.Add(1))
 	for total := 0; ; {
 		n := 0
@@ -212,7 +211,7 @@ func (ix *Index) Purge(ctx context.Context, now time.Time) (int, error) {
 			t := tx{x}
 			var ended [][]byte
 			for k := range t.Range(in(tableExpiry), end) {
-				if ended = append(ended, bytes.Clone(k)); len(ended) == rows {
+				if ended = append(ended, bytes.Clone(k)); len(ended) == ix.limits.steps {
 					break
 				}
 			}
@@ -220,7 +219,7 @@ func (ix *Index) Purge(ctx context.Context, now time.Time) (int, error) {
 			return t.endLeases(ended)
 		})
 		total += n
-		if err != nil || n < rows {
+		if err != nil || n < ix.limits.steps {
 			return total, err
 		}
 	}

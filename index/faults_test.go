@@ -54,9 +54,8 @@ func faultOps() map[string][]index.Op {
 }
 
 // dump returns all rows of an engine.
-func dump(t *testing.T, kv index.KV) (rows []string) {
-	t.Helper()
-	err := kv.View(t.Context(), func(x index.Txn) error {
+func dump(t interface{ Fatal(...any) }, kv index.KV) (rows []string) {
+	err := kv.View(context.Background(), func(x index.Txn) error {
 		rows = nil
 		for k, v := range x.Range(nil, nil) {
 			rows = append(rows, fmt.Sprintf("%q: %x", k, v))
@@ -74,6 +73,7 @@ func faulty(t *testing.T, disk *memkv.Disk, n int, fault func(memkv.Point) memkv
 	t.Helper()
 	kv := openMemory(t, disk.Copy())
 	ix := opened(t, kv)
+	ix.SetPage(2, 1<<20, 3)
 	chances := new(int)
 	kv.Fail(func(p memkv.Point) memkv.Fault {
 		f := fault(p)
@@ -201,6 +201,23 @@ func TestFaultsInNumbers(t *testing.T) {
 				t.Errorf("number %d (%v) after %d and a restart", seq, err, last)
 			}
 		}
+	}
+}
+
+// TestNumbersAboveFailedOps: a number that an op carried is not issued, also when the op failed.
+func TestNumbersAboveFailedOps(t *testing.T) {
+	ix, kv, _ := faulty(t, populated(t), 0, func(p memkv.Point) memkv.Fault {
+		if p == memkv.Commit {
+			return memkv.Lost
+		}
+		return memkv.None
+	})
+	if err := ix.Apply(t.Context(), index.DeleteTag{Repo: "a", Tag: "v1", Seq: 1000}); !errors.Is(err, memkv.ErrInjected) {
+		t.Fatal(err)
+	}
+	kv.Fail(nil)
+	if seq, err := ix.NextSeq(t.Context(), "a"); err != nil || seq <= 1000 {
+		t.Errorf("number %d, %v", seq, err)
 	}
 }
 

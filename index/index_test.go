@@ -391,6 +391,7 @@ type counting struct {
 	index.KV
 	reads, writes, visited int
 	open                   int // views
+	most                   int // pairs visited in one view
 }
 
 type countingTxn struct {
@@ -400,7 +401,11 @@ type countingTxn struct {
 
 func (c *counting) View(ctx context.Context, fn func(index.Txn) error) error {
 	c.open++
-	defer func() { c.open-- }()
+	visited := c.visited
+	defer func() {
+		c.open--
+		c.most = max(c.most, c.visited-visited)
+	}()
 	return c.KV.View(ctx, func(x index.Txn) error { return fn(countingTxn{x, c}) })
 }
 
@@ -474,6 +479,86 @@ func TestFlatCost(t *testing.T) {
 	if cost.visited > 2 {
 		t.Errorf("a delete cost %+v", cost)
 	}
+}
+
+// TestSteps: a listing that finds nothing to show does not walk for ever in one transaction.
+func TestSteps(t *testing.T) {
+	c := &counting{KV: openMemory(t, new(memkv.Disk))}
+	ix := opened(t, c)
+	ix.SetPage(100, 1<<20, 10)
+	m := shards("x.safetensors")
+	for i := range 60 {
+		repo := fmt.Sprint("repo-", i)
+		apply(t, ix, base(repo, "base", 1, m), adapter(repo, "adapter", 2, aggregate(repo)),
+			index.LinkBlob{Repo: repo, Digest: identity.Sum([]byte("leased")), Until: epoch})
+	}
+	none := func(string) bool { return false }
+	equal(t, "find", all(t, ix.Find(t.Context(), index.Query{Aggregate: m.Aggregate, See: none})), nil)
+	equal(t, "bases", len(all(t, ix.Bases(t.Context(), aggregate(""), nil))) <= 1, true)
+	equal(t, "holders", all(t, ix.Holders(t.Context(), identity.Sum([]byte("leased")), epoch)), nil)
+	if c.most > 62 { // the repositories of one base are looked at together
+		t.Errorf("one view visited %d keys", c.most)
+	}
+	c.most = 0
+	equal(t, "find", all(t, ix.Find(t.Context(), index.Query{Aggregate: m.Aggregate, See: none})), nil)
+	if c.most > 11 {
+		t.Errorf("one view of Find visited %d keys", c.most)
+	}
+}
+
+func TestLeases(t *testing.T) {
+	onEngines(t, func(t *testing.T, ix *index.Index) {
+		ctx, d := t.Context(), identity.Sum([]byte("blob"))
+		link := func(seconds time.Duration) index.LinkBlob {
+			return index.LinkBlob{Repo: "a", Digest: d, Size: 4, Until: epoch.Add(seconds * time.Second)}
+		}
+		apply(t, ix, link(20), link(10)) // the shorter one changes nothing
+		for _, c := range []struct {
+			now     time.Duration
+			visible bool
+		}{{0, true}, {19, true}, {20, false}, {30, false}} {
+			now := epoch.Add(c.now * time.Second)
+			got, err := ix.Visible(ctx, "a", d, now)
+			used, errUsed := ix.Uses(ctx, d, now)
+			if got != c.visible || used != c.visible || err != nil || errUsed != nil {
+				t.Errorf("after %d s: visible %v, used %v, want %v (%v, %v)", c.now, got, used, c.visible, err, errUsed)
+			}
+		}
+		for _, c := range []struct {
+			now    time.Duration
+			purged int
+		}{{19, 0}, {20, 1}, {20, 0}} {
+			if n, err := ix.Purge(ctx, epoch.Add(c.now*time.Second)); n != c.purged || err != nil {
+				t.Errorf("after %d s: purged %d (%v), want %d", c.now, n, err, c.purged)
+			}
+		}
+		apply(t, ix, link(50), index.UnlinkBlob{Repo: "a", Digest: d}, index.UnlinkBlob{Repo: "a", Digest: d})
+		if visible, err := ix.Visible(ctx, "a", d, epoch); visible || err != nil {
+			t.Errorf("visible %v (%v) after it was unlinked", visible, err)
+		}
+		if n, err := ix.Purge(ctx, epoch.Add(time.Hour)); n != 0 || err != nil {
+			t.Errorf("purged %d (%v) after it was unlinked", n, err)
+		}
+	})
+}
+
+func TestUploads(t *testing.T) {
+	onEngines(t, func(t *testing.T, ix *index.Index) {
+		ctx := t.Context()
+		u := index.Upload{ID: "id", Repo: "a", Caller: "somebody", Size: -1, Expires: epoch}
+		later := u
+		later.Expires, later.Size, later.Digest = epoch.Add(time.Minute), 7, identity.Sum([]byte("blob"))
+		apply(t, ix, index.PutUpload{Upload: u}, index.PutUpload{Upload: later}, index.PutUpload{Upload: later})
+		equal(t, "expired too early", all(t, ix.ExpiredUploads(ctx, epoch)), nil)
+		equal(t, "expired", all(t, ix.ExpiredUploads(ctx, later.Expires)), []index.Upload{later})
+		got, err := ix.Upload(ctx, "id")
+		equal(t, "upload", got, later)
+		apply(t, ix, index.DeleteUpload{ID: "id"}, index.DeleteUpload{ID: "id"})
+		if _, gone := ix.Upload(ctx, "id"); err != nil || !errors.Is(gone, index.ErrNotFound) {
+			t.Errorf("%v, then %v", err, gone)
+		}
+		equal(t, "expired after its end", all(t, ix.ExpiredUploads(ctx, epoch.AddDate(1, 0, 0))), nil)
+	})
 }
 
 // TestBigRecords: a page is bounded in bytes, not only in rows.

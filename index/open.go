@@ -32,7 +32,7 @@ type counter struct {
 // New opens the index in kv, and makes an empty one if kv is empty. It finishes a Reset that was interrupted. Closing
 // the Index closes kv; after an error kv is still open. ErrDamaged.
 func New(ctx context.Context, kv KV) (*Index, error) {
-	ix := &Index{kv: kv, limits: defaultLimits, counters: make(map[string]*counter)}
+	ix := &Index{kv: kv, limits: limits{rows: 256, bytes: 1 << 20, steps: 4096}, counters: make(map[string]*counter)}
 	resetting := false
 	err := kv.View(ctx, func(x Txn) (err error) {
 		resetting, err = tx{x}.has(stateKey(stateReset))
@@ -103,7 +103,6 @@ func (ix *Index) Reset(ctx context.Context) error {
 
 // drop deletes all rows but the sequences, some thousands at a time, and the mark of Reset last.
 func (ix *Index) drop(ctx context.Context) error {
-	const rows = 4096
 	mark := stateKey(stateReset)
 	for more := true; more; {
 		err := ix.kv.Update(ctx, func(x Txn) error {
@@ -114,7 +113,7 @@ func (ix *Index) drop(ctx context.Context) error {
 				if k[0] == tableSequence {
 					return after([]byte{tableSequence}), nil
 				}
-				if len(keys) == rows {
+				if len(keys) == ix.limits.steps {
 					more = true
 					return nil, errStop
 				}

@@ -87,14 +87,12 @@ func (t tx) walk(from, to []byte, visit func(k, v []byte) ([]byte, error)) error
 	return nil
 }
 
-// limits bound one page of a listing, which is read in one transaction.
+// limits bound one page of a listing, which is read in one transaction, and what is dropped in one.
 type limits struct {
 	rows  int // items
 	bytes int // of their values
 	steps int // keys visited
 }
-
-var defaultLimits = limits{rows: 256, bytes: 1 << 20, steps: 4096}
 
 // page collects the items of one transaction.
 type page[T any] struct {

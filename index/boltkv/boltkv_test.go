@@ -152,6 +152,19 @@ func TestEngineErrors(t *testing.T) {
 	}
 }
 
+// TestCloseEndsCommitter: no goroutine is left behind.
+func TestCloseEndsCommitter(t *testing.T) {
+	kv := mustOpen(t, filepath.Join(t.TempDir(), "index.db"))
+	if err := kv.Close(); err != nil {
+		t.Fatal(err)
+	}
+	select {
+	case <-kv.done:
+	default:
+		t.Error("the committer still runs after Close")
+	}
+}
+
 // TestFull: an update for which there is no space fails alone, and the next one that fits is kept.
 func TestFull(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "index.db")

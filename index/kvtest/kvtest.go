@@ -418,7 +418,15 @@ func canceled(t *testing.T, kv index.KV) {
 		t.Error(err)
 	}
 	wg.Wait()
-	same(t, "after", keys(t, kv, "", ""), []string{"a"})
+	late, end := context.WithCancel(t.Context())
+	err = kv.Update(late, func(x index.Txn) error {
+		end()
+		return x.Put([]byte("b"), []byte("value of b"))
+	})
+	if err != nil {
+		t.Errorf("an update that ran before its context ended returned %v", err)
+	}
+	same(t, "after", keys(t, kv, "", ""), []string{"a", "b"})
 }
 
 func durable(t *testing.T, e Engine) {
