@@ -16,6 +16,7 @@ import (
 	"time"
 
 	"go.etcd.io/bbolt"
+	bbolterrors "go.etcd.io/bbolt/errors"
 
 	"github.com/kiln-registry/kiln-registry/index"
 )
@@ -110,7 +111,7 @@ func opening(err error) error {
 	switch {
 	case err == nil || errors.As(err, &system):
 		return err
-	case errors.Is(err, bbolt.ErrTimeout):
+	case errors.Is(err, bbolterrors.ErrTimeout):
 		return index.ErrInUse
 	}
 	return fmt.Errorf("%w: %v", index.ErrDamaged, err)
@@ -200,7 +201,7 @@ func (kv *KV) named(doing string, err error) error {
 	if of := (*fs.PathError)(nil); errors.As(err, &of) && of.Path == kv.path {
 		return err
 	}
-	if errors.Is(err, bbolt.ErrDatabaseNotOpen) {
+	if errors.Is(err, bbolterrors.ErrDatabaseNotOpen) {
 		err = fs.ErrClosed
 	}
 	return fmt.Errorf("%s %s: %w", doing, kv.path, err)

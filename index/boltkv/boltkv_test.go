@@ -12,6 +12,7 @@ import (
 	"testing"
 
 	"go.etcd.io/bbolt"
+	bbolterrors "go.etcd.io/bbolt/errors"
 
 	"github.com/kiln-registry/kiln-registry/index"
 	"github.com/kiln-registry/kiln-registry/index/kvtest"
@@ -144,7 +145,7 @@ func TestEngineErrors(t *testing.T) {
 	err := kv.Update(t.Context(), func(x index.Txn) error {
 		return errors.Join(x.Put(row(1), nil), x.Put(nil, nil))
 	})
-	if !errors.Is(err, bbolt.ErrKeyRequired) {
+	if !errors.Is(err, bbolterrors.ErrKeyRequired) {
 		t.Errorf("empty key: %v", err)
 	}
 	if rows, err := contents(t, kv); err != nil || len(rows) != 0 {
