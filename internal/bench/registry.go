@@ -116,48 +116,53 @@ func versus(round int, reg *server, ours func() error, bare *server, theirs func
 	return r, o, nil
 }
 
-// memory measures the anonymous memory of a server and of kiln-pull with eight transfers at once, at an eighth of the
-// size and at the full one: memory must not grow with the blob.
+// memory measures the anonymous memory of both ends with eight transfers at once, and whether it grows with the size of
+// a blob: for kiln-pull with one file, since it divides its buffers among the files that are left.
 func (b *bench) memory(ctx context.Context) ([]row, error) {
-	var server, pull [2]float64
+	var server, eight, one [2]float64
 	for i, size := range []int64{b.size / 8, b.size} {
 		var err error
-		if server[i], pull[i], err = b.peaks(ctx, size); err != nil {
+		if server[i], eight[i], err = b.peaks(ctx, transfers, size); err != nil {
+			return nil, fmt.Errorf("memory: %w", err)
+		}
+		if _, one[i], err = b.peaks(ctx, 1, size); err != nil {
 			return nil, fmt.Errorf("memory: %w", err)
 		}
 	}
-	note := fmt.Sprintf("%d blobs of %d MiB", transfers, b.size>>20)
-	rows := func(who string, p [2]float64) []row {
-		return []row{
-			atMost("anonymous memory of "+who, p[1], 64, " MiB", note),
-			atMost("the same / with blobs an eighth as large", p[1]/p[0], 1.25, "", fmt.Sprintf("%.1f MiB there", p[0])),
-		}
+	many := fmt.Sprintf("%d blobs of %d MiB", transfers, b.size>>20)
+	growth := func(p [2]float64) string {
+		return fmt.Sprintf("%.1f MiB at %d MiB, %.1f at %d", p[0], b.size>>23, p[1], b.size>>20)
 	}
-	return append(rows("kiln-registry", server), rows("kiln-pull", pull)...), nil
+	return []row{
+		atMost("anonymous memory of kiln-registry", server[1], 64, " MiB", many),
+		atMost("the same / with blobs an eighth as large", server[1]/server[0], 1.25, "", growth(server)),
+		atMost("anonymous memory of kiln-pull", max(eight[1], one[1]), 64, " MiB", many+", and one"),
+		atMost("one blob / one an eighth as large", one[1]/one[0], 1.25, "", growth(one)),
+	}, nil
 }
 
-// peaks runs eight uploads and then eight downloads of size bytes against a new server, and a kiln-pull of a model of
-// eight shards of that size, and returns the peak of the server and of kiln-pull in MiB.
-func (b *bench) peaks(ctx context.Context, size int64) (server, pull float64, err error) {
+// peaks runs count uploads and then downloads of size bytes against a new server, and a kiln-push and kiln-pull of a
+// model of as many shards of that size, and returns the peak of the server and of kiln-pull in MiB.
+func (b *bench) peaks(ctx context.Context, count int, size int64) (server, pull float64, err error) {
 	reg, err := b.startRegistry(ctx)
 	if err != nil {
 		return 0, 0, err
 	}
 	defer reg.stop()
-	model, err := b.model(ctx, transfers, size)
+	model, err := b.model(ctx, count, size)
 	if err != nil {
 		return 0, 0, err
 	}
 	defer os.RemoveAll(model)
 	ref := strings.TrimPrefix(reg.url, "http://") + "/bench/model:v1"
-	out := filepath.Join(b.dir, fmt.Sprintf("pulled-%d", size))
+	out := model + "-pulled"
 	defer os.RemoveAll(out)
 	server, err = peak(reg.cmd.Process.Pid, func() error {
-		if err := b.together(ctx, reg.url, size); err != nil {
+		if err := b.together(ctx, reg.url, count, size); err != nil {
 			return err
 		}
-		pushed := exec.CommandContext(ctx, filepath.Join(b.bin, "kiln-push"), "base", model, ref)
-		if text, err := pushed.CombinedOutput(); err != nil {
+		push := exec.CommandContext(ctx, filepath.Join(b.bin, "kiln-push"), "base", model, ref)
+		if text, err := push.CombinedOutput(); err != nil {
 			return fmt.Errorf("kiln-push: %w: %s", err, text)
 		}
 		cmd := exec.CommandContext(ctx, filepath.Join(b.bin, "kiln-pull"), "pull", ref, out)
@@ -174,10 +179,10 @@ func (b *bench) peaks(ctx context.Context, size int64) (server, pull float64, er
 	return server, pull, err
 }
 
-// together uploads eight blobs at once, then downloads them at once.
-func (b *bench) together(ctx context.Context, base string, size int64) error {
+// together uploads count blobs at once, then downloads them at once.
+func (b *bench) together(ctx context.Context, base string, count int, size int64) error {
 	var up, down errgroup.Group
-	for i := range transfers {
+	for i := range count {
 		number := uint64(1000 + i)
 		up.Go(func() error {
 			return b.client.push(ctx, base, "bench/many", digestOf(number, size), newStream(number, size), size)
@@ -186,7 +191,7 @@ func (b *bench) together(ctx context.Context, base string, size int64) error {
 	if err := up.Wait(); err != nil {
 		return err
 	}
-	for i := range transfers {
+	for i := range count {
 		d := digestOf(uint64(1000+i), size)
 		down.Go(func() error {
 			_, err := b.client.do(ctx, "GET", base+"/v2/bench/many/blobs/"+d.String(), nil, 0, http.StatusOK)
