@@ -542,6 +542,20 @@ func TestLeases(t *testing.T) {
 	})
 }
 
+// TestHolders: a repository whose lease has ended holds a blob as long as a manifest refers to it, and comes once.
+func TestHolders(t *testing.T) {
+	onEngines(t, func(t *testing.T, ix *index.Index) {
+		d, a := identity.Sum([]byte("config")), aggregate("base")
+		for i, repo := range []string{"a", "a-b", "b"} {
+			apply(t, ix, index.LinkBlob{Repo: repo, Digest: d, Until: epoch.Add(time.Duration(i) * time.Minute)})
+		}
+		apply(t, ix, adapter("a", "x", 1, a), adapter("b", "x", 1, a), adapter("c", "x", 1, a))
+		for minutes, want := range [][]string{{"a", "a-b", "b", "c"}, {"a", "b", "c"}, {"a", "b", "c"}} {
+			equal(t, "holders", all(t, ix.Holders(t.Context(), d, epoch.Add(time.Duration(minutes)*time.Minute))), want)
+		}
+	})
+}
+
 func TestUploads(t *testing.T) {
 	onEngines(t, func(t *testing.T, ix *index.Index) {
 		ctx := t.Context()

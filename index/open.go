@@ -2,6 +2,7 @@ package index
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"fmt"
 	"sync"
@@ -101,34 +102,24 @@ func (ix *Index) Reset(ctx context.Context) error {
 	return nil
 }
 
-// drop deletes all rows but the sequences, some thousands at a time, and the mark of Reset last.
+// drop deletes all rows but the sequences, some thousands at a time. Reset's mark has the last key of all and so goes last.
 func (ix *Index) drop(ctx context.Context) error {
-	mark := stateKey(stateReset)
 	for more := true; more; {
 		err := ix.kv.Update(ctx, func(x Txn) error {
 			var keys [][]byte
-			more = false
 			t := tx{x}
 			err := t.walk([]byte{}, nil, func(k, _ []byte) ([]byte, error) {
 				if k[0] == tableSequence {
 					return after([]byte{tableSequence}), nil
 				}
 				if len(keys) == ix.limits.steps {
-					more = true
 					return nil, errStop
 				}
-				if !bytes.Equal(k, mark) {
-					keys = append(keys, bytes.Clone(k))
-				}
+				keys = append(keys, bytes.Clone(k))
 				return nil, nil
 			})
-			if err != nil {
-				return err
-			}
-			if !more {
-				keys = append(keys, mark)
-			}
-			return t.deleteAll(keys)
+			more = len(keys) == ix.limits.steps
+			return cmp.Or(err, t.deleteAll(keys))
 		})
 		if err != nil {
 			return err
