@@ -14,7 +14,7 @@ import (
 
 // A value is the version of its form, a body, and the CRC-32C of key, version and body: a damaged page of the engine
 // shows, also where it still looks like one. Bodies are fields in a fixed order, integers as varints, texts with their
-// length. Compared with JSON that is a fifth of the time to read and half the bytes, and pages of records are what
+// length. Compared with JSON that is an eighth of the time to read and half the bytes, and pages of records are what
 // listings are made of; a new form gets a new version.
 const valueVersion byte = 1
 
