@@ -13,8 +13,9 @@ import (
 func exampleRecord() Record {
 	d := identity.Sum([]byte("x"))
 	return Record{
-		Repo: "a", Digest: d, MediaType: "m", Size: 1 << 40, ArtifactType: "t", Annotations: map[string]string{"b": "", "a": "1"},
-		Kind: api.KindBase, State: api.ContentDirect, Aggregate: identity.Aggregate(d), Evidence: api.EvidenceDocument,
+		Repo: "a", Digest: d, MediaType: "m", Size: 1 << 40, ArtifactType: "t",
+		Annotations: map[string]string{"b": "", "a": "1"},
+		Kind:        api.KindBase, State: api.ContentDirect, Aggregate: identity.Aggregate(d), Evidence: api.EvidenceDocument,
 		ShardCount: 4096, TotalSize: 1<<64 - 1, Packaging: d, Subject: d, Seq: 1<<64 - 1, Created: time.Unix(0, -1).UTC(),
 	}
 }
@@ -56,7 +57,8 @@ func examples() map[string][]byte {
 	return map[string][]byte{
 		"record": encodeRecord(exampleRecord()),
 		"sums":   encodeSums([]identity.Digest{d, {}}),
-		"shards": encodeShards(identity.Manifest{Aggregate: identity.Aggregate(d), TotalSize: 7, Shards: []identity.Shard{{Filename: "a", Size: 7, Digest: d}}}),
+		"shards": encodeShards(identity.Manifest{Aggregate: identity.Aggregate(d), TotalSize: 7,
+			Shards: []identity.Shard{{Filename: "a", Size: 7, Digest: d}}}),
 		"tag":    tagValue{d, 9}.encode(),
 		"lease":  lease{-1, time.Unix(1, 2)}.encode(),
 		"upload": encodeUpload(Upload{ID: "id", Repo: "r", Caller: "c", Digest: d, Size: -1, Expires: time.Unix(1, 2)}),
@@ -65,7 +67,8 @@ func examples() map[string][]byte {
 }
 
 func TestForms(t *testing.T) {
-	if r, err := decodeRecord("a", identity.Sum([]byte("x")), examples()["record"]); err != nil || !reflect.DeepEqual(r, exampleRecord()) {
+	r, err := decodeRecord("a", identity.Sum([]byte("x")), examples()["record"])
+	if err != nil || !reflect.DeepEqual(r, exampleRecord()) {
 		t.Errorf("record: %+v, %v", r, err)
 	}
 	for name, data := range examples() {
@@ -131,7 +134,8 @@ func FuzzForms(f *testing.F) {
 func FuzzCursor(f *testing.F) {
 	r := exampleRecord()
 	queries := []Query{
-		{Aggregate: r.Aggregate}, {Aggregate: r.Aggregate, Kind: r.Kind}, {Aggregate: r.Aggregate, Kind: r.Kind, Repo: r.Repo},
+		{Aggregate: r.Aggregate}, {Aggregate: r.Aggregate, Kind: r.Kind},
+		{Aggregate: r.Aggregate, Kind: r.Kind, Repo: r.Repo},
 		{Repo: r.Repo}, {Repo: r.Repo, Subject: r.Subject}, {Repo: r.Repo, Subject: r.Subject, ArtifactType: r.ArtifactType},
 	}
 	for _, q := range queries {

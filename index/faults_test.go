@@ -48,7 +48,8 @@ func faultOps() map[string][]index.Op {
 		"longer upload":    {index.PutUpload{Upload: index.Upload{ID: "open", Repo: "a", Expires: epoch.Add(1)}}},
 		"end of an upload": {index.DeleteUpload{ID: "open"}},
 		"checkpoint":       {index.Checkpoint{Position: 4}},
-		"push": {adapter("a", "three", 3, a.Aggregate), index.PutTag{Repo: "a", Tag: "v1", Digest: identity.Sum([]byte("three")), Seq: 3},
+		"push": {adapter("a", "three", 3, a.Aggregate),
+			index.PutTag{Repo: "a", Tag: "v1", Digest: identity.Sum([]byte("three")), Seq: 3},
 			index.Checkpoint{Position: 4}},
 	}
 }
@@ -69,7 +70,9 @@ func dump(t interface{ Fatal(...any) }, kv index.KV) (rows []string) {
 }
 
 // faulty opens an index on a copy of a disk whose n-th chance to fail is taken.
-func faulty(t *testing.T, disk *memkv.Disk, n int, fault func(memkv.Point) memkv.Fault) (*index.Index, *memkv.KV, *int) {
+func faulty(t *testing.T, disk *memkv.Disk, n int, fault func(memkv.Point) memkv.Fault) (
+	*index.Index, *memkv.KV, *int,
+) {
 	t.Helper()
 	kv := openMemory(t, disk.Copy())
 	ix := opened(t, kv)
@@ -248,7 +251,8 @@ func questions(t *testing.T, ix *index.Index) (answers []string, err error) {
 	for r, e := range ix.Find(ctx, index.Query{Aggregate: a}) {
 		note(r, e)
 	}
-	for r, e := range ix.Find(ctx, index.Query{Repo: "a", Subject: identity.Sum([]byte("one")), ArtifactType: api.ArtifactTypeAdapter}) {
+	referrers := index.Query{Repo: "a", Subject: identity.Sum([]byte("one")), ArtifactType: api.ArtifactTypeAdapter}
+	for r, e := range ix.Find(ctx, referrers) {
 		note(r, e)
 	}
 	for r, e := range ix.Bases(ctx, identity.Aggregate{}, nil) {

@@ -61,9 +61,11 @@ func (ix *Index) Manifest(ctx context.Context, repo, ref string) (r Record, data
 	return r, data, nil
 }
 
-// Shards returns the shard manifest of a base, from the manifest d of a repository whose aggregate is a. ErrNotFound also
-// when d is no base or has another aggregate.
-func (ix *Index) Shards(ctx context.Context, a identity.Aggregate, repo string, d identity.Digest) (m identity.Manifest, err error) {
+// Shards returns the shard manifest of a base, from the manifest d of a repository whose aggregate is a. ErrNotFound
+// also when d is no base or has another aggregate.
+func (ix *Index) Shards(
+	ctx context.Context, a identity.Aggregate, repo string, d identity.Digest,
+) (m identity.Manifest, err error) {
 	err = ix.view(ctx, func(t tx) error {
 		r, found, err := t.record(repo, d)
 		if err != nil {
@@ -297,7 +299,9 @@ func (q Query) start() ([]byte, error) {
 
 // Bases yields the base models of which see lets a manifest be seen (nil: every one), in order of aggregate and after a
 // given one: for each the newest such manifest. It costs one seek per repository that holds the base.
-func (ix *Index) Bases(ctx context.Context, last identity.Aggregate, see func(repo string) bool) iter.Seq2[Record, error] {
+func (ix *Index) Bases(
+	ctx context.Context, last identity.Aggregate, see func(repo string) bool,
+) iter.Seq2[Record, error] {
 	from := []byte(in(tableAggregate))
 	if !last.IsZero() {
 		from = after(in(tableAggregate).sum(last))
@@ -365,8 +369,8 @@ type Row struct {
 }
 
 // Export yields the acknowledged content: all manifests in order of repository and digest, then all tags in order of
-// repository and tag. Two indexes that applied the same changes, in whatever order, yield the same rows. Leases, uploads,
-// counters and the marks of deletes are left out.
+// repository and tag. Two indexes that applied the same changes, in whatever order, yield the same rows. Leases,
+// uploads, counters and the marks of deletes are left out.
 func (ix *Index) Export(ctx context.Context) iter.Seq2[Row, error] {
 	manifests := paged(ctx, ix, in(tableManifest), func(t tx, from []byte, p *page[Row]) error {
 		return t.walk(from, after(in(tableManifest)), func(k, _ []byte) ([]byte, error) {

@@ -100,8 +100,8 @@ func texts(t testing.TB, seq iter.Seq2[index.Record, error]) (found []string) {
 	return found
 }
 
-// TestOneAggregateManyNames: the same bytes under several names are one base, its adapters are found whichever name they
-// used and whether or not a base is held, and other bytes under an old name take nothing over.
+// TestOneAggregateManyNames: the same bytes under several names are one base, its adapters are found whichever name
+// they used and whether or not a base is held, and other bytes under an old name take nothing over.
 func TestOneAggregateManyNames(t *testing.T) {
 	onEngines(t, func(t *testing.T, ix *index.Index) {
 		ctx := t.Context()
@@ -109,18 +109,23 @@ func TestOneAggregateManyNames(t *testing.T) {
 		early := adapter("farm/adapters", "before its base", 1, v1.Aggregate)
 		apply(t, ix, early)
 		equal(t, "no base", all(t, ix.Bases(ctx, identity.Aggregate{}, nil)), nil)
-		equal(t, "early", texts(t, ix.Find(ctx, index.Query{Aggregate: v1.Aggregate})), []string{"farm/adapters:before its base"})
+		equal(t, "early", texts(t, ix.Find(ctx, index.Query{Aggregate: v1.Aggregate})),
+			[]string{"farm/adapters:before its base"})
 
-		apply(t, ix, base("old/name", "v1", 1, v1), index.PutTag{Repo: "old/name", Tag: "main", Digest: identity.Sum([]byte("v1")), Seq: 1})
+		apply(t, ix, base("old/name", "v1", 1, v1),
+			index.PutTag{Repo: "old/name", Tag: "main", Digest: identity.Sum([]byte("v1")), Seq: 1})
 		apply(t, ix, base("new/name", "v1", 1, v1), base("new/name", "v1 dressed otherwise", 2, v1))
-		apply(t, ix, base("old/name", "v2", 2, v2), index.PutTag{Repo: "old/name", Tag: "main", Digest: identity.Sum([]byte("v2")), Seq: 2})
+		apply(t, ix, base("old/name", "v2", 2, v2),
+			index.PutTag{Repo: "old/name", Tag: "main", Digest: identity.Sum([]byte("v2")), Seq: 2})
 		apply(t, ix, adapter("farm/adapters", "late", 2, v1.Aggregate), adapter("farm/adapters", "of v2", 3, v2.Aggregate))
 
 		equal(t, "all of v1", texts(t, ix.Find(ctx, index.Query{Aggregate: v1.Aggregate})), []string{
-			"farm/adapters:late", "farm/adapters:before its base", "new/name:v1 dressed otherwise", "new/name:v1", "old/name:v1"})
+			"farm/adapters:late", "farm/adapters:before its base",
+			"new/name:v1 dressed otherwise", "new/name:v1", "old/name:v1"})
 		equal(t, "bases of v1", texts(t, ix.Find(ctx, index.Query{Aggregate: v1.Aggregate, Kind: api.KindBase})), []string{
 			"new/name:v1 dressed otherwise", "new/name:v1", "old/name:v1"})
-		equal(t, "all of v2", texts(t, ix.Find(ctx, index.Query{Aggregate: v2.Aggregate})), []string{"farm/adapters:of v2", "old/name:v2"})
+		equal(t, "all of v2", texts(t, ix.Find(ctx, index.Query{Aggregate: v2.Aggregate})),
+			[]string{"farm/adapters:of v2", "old/name:v2"})
 		bases := map[identity.Aggregate]string{}
 		for _, r := range all(t, ix.Bases(ctx, identity.Aggregate{}, nil)) {
 			bases[r.Aggregate] = r.Annotations["text"]
@@ -174,7 +179,8 @@ func TestAllOrNothing(t *testing.T) {
 		p := adapter("a", "text", 1, aggregate("base"))
 		apply(t, ix, p)
 		before := all(t, ix.Export(t.Context()))
-		err := ix.Apply(t.Context(), adapter("a", "other", 2, aggregate("base")), index.UnlinkBlob{Repo: "a", Digest: p.Refers[0]})
+		err := ix.Apply(t.Context(), adapter("a", "other", 2, aggregate("base")),
+			index.UnlinkBlob{Repo: "a", Digest: p.Refers[0]})
 		if !errors.Is(err, index.ErrReferred) || !strings.Contains(err.Error(), p.Refers[0].String()) {
 			t.Errorf("unlink: %v", err)
 		}
@@ -226,8 +232,8 @@ func TestCursor(t *testing.T) {
 	})
 }
 
-// TestPagesAmongPushes reads a listing in small pages while others push and delete in it: what was there before and stays
-// comes once.
+// TestPagesAmongPushes reads a listing in small pages while others push and delete in it: what was there before and
+// stays comes once.
 func TestPagesAmongPushes(t *testing.T) {
 	onEngines(t, func(t *testing.T, ix *index.Index) {
 		const n = 400
@@ -440,8 +446,8 @@ func (c *counting) during(do func()) counting {
 	return counting{reads: c.reads - was.reads, writes: c.writes - was.writes, visited: c.visited - was.visited}
 }
 
-// TestFlatCost: a push does the same reads and writes into an empty repository and a full one, and a repository that the
-// caller may not see costs a listing one seek.
+// TestFlatCost: a push does the same reads and writes into an empty repository and a full one, and a repository that
+// the caller may not see costs a listing one seek.
 func TestFlatCost(t *testing.T) {
 	c := &counting{KV: openBolt(t)}
 	ix := opened(t, c)
@@ -456,7 +462,8 @@ func TestFlatCost(t *testing.T) {
 	for seq := uint64(2); seq < 3000; seq++ {
 		ops = append(ops, adapter("full", fmt.Sprint(seq), seq, a))
 	}
-	apply(t, ix, append(ops, base("open", "open base", 1, identity.Manifest{Aggregate: a}), adapter("open", "open", 2, a))...)
+	ops = append(ops, base("open", "open base", 1, identity.Manifest{Aggregate: a}), adapter("open", "open", 2, a))
+	apply(t, ix, ops...)
 	last := c.during(push(3000))
 	if last != first || last.visited > 2 {
 		t.Errorf("the first push cost %+v, the last %+v", first, last)
@@ -475,7 +482,8 @@ func TestFlatCost(t *testing.T) {
 			t.Errorf("%s found %d at a cost of %+v", name, found, cost)
 		}
 	}
-	cost := c.during(func() { apply(t, ix, index.DeleteManifest{Repo: "full", Digest: identity.Sum([]byte("7")), Seq: 4000}) })
+	seventh := index.DeleteManifest{Repo: "full", Digest: identity.Sum([]byte("7")), Seq: 4000}
+	cost := c.during(func() { apply(t, ix, seventh) })
 	if cost.visited > 2 {
 		t.Errorf("a delete cost %+v", cost)
 	}

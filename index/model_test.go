@@ -44,7 +44,9 @@ func newModel() *model {
 }
 
 func (m *model) clone() *model {
-	return &model{maps.Clone(m.puts), maps.Clone(m.gone), maps.Clone(m.tags), maps.Clone(m.leases), maps.Clone(m.uploads), m.checkpoint}
+	return &model{
+		maps.Clone(m.puts), maps.Clone(m.gone), maps.Clone(m.tags), maps.Clone(m.leases), maps.Clone(m.uploads), m.checkpoint,
+	}
 }
 
 // apply makes changes, all or none.
@@ -141,7 +143,8 @@ func (m *model) find(q index.Query) (found []index.Record) {
 	for _, p := range m.live() {
 		ok := q.Repo == "" || p.Repo == q.Repo
 		ok = ok && (q.Aggregate.IsZero() || p.Aggregate == q.Aggregate) && (q.Kind == "" || p.Kind == q.Kind)
-		ok = ok && (q.Subject.IsZero() || p.Subject == q.Subject) && (q.ArtifactType == "" || p.ArtifactType == q.ArtifactType)
+		ok = ok && (q.Subject.IsZero() || p.Subject == q.Subject)
+		ok = ok && (q.ArtifactType == "" || p.ArtifactType == q.ArtifactType)
 		if ok && (q.See == nil || q.See(p.Repo)) {
 			found = append(found, p.Record)
 		}
@@ -162,13 +165,16 @@ func (m *model) bases(last identity.Aggregate, see func(string) bool) (found []i
 	newest := map[identity.Aggregate]index.Record{}
 	for _, p := range m.live() {
 		best, ok := newest[p.Aggregate]
-		if p.Kind == api.KindBase && !p.Aggregate.IsZero() && string(p.Aggregate[:]) > string(last[:]) && see(p.Repo) &&
-			(!ok || p.Created.After(best.Created) || p.Created.Equal(best.Created) && p.Repo == best.Repo && p.Digest.Compare(best.Digest) < 0) {
+		asked := p.Kind == api.KindBase && !p.Aggregate.IsZero() && string(p.Aggregate[:]) > string(last[:]) && see(p.Repo)
+		same := p.Created.Equal(best.Created) && p.Repo == best.Repo
+		if asked && (!ok || p.Created.After(best.Created) || same && p.Digest.Compare(best.Digest) < 0) {
 			newest[p.Aggregate] = p.Record
 		}
 	}
 	found = slices.Collect(maps.Values(newest))
-	slices.SortFunc(found, func(a, b index.Record) int { return strings.Compare(string(a.Aggregate[:]), string(b.Aggregate[:])) })
+	slices.SortFunc(found, func(a, b index.Record) int {
+		return strings.Compare(string(a.Aggregate[:]), string(b.Aggregate[:]))
+	})
 	return found
 }
 
@@ -202,7 +208,9 @@ func (m *model) repos(last string) (repos []string) {
 }
 
 func (m *model) referred(repo string, d identity.Digest) bool {
-	return slices.ContainsFunc(m.live(), func(p index.PutManifest) bool { return p.Repo == repo && slices.Contains(p.Refers, d) })
+	return slices.ContainsFunc(m.live(), func(p index.PutManifest) bool {
+		return p.Repo == repo && slices.Contains(p.Refers, d)
+	})
 }
 
 func (m *model) visible(repo string, d identity.Digest, now time.Time) bool {
@@ -215,7 +223,9 @@ func (m *model) expired(now time.Time) (expired []index.Upload) {
 			expired = append(expired, u)
 		}
 	}
-	slices.SortFunc(expired, func(a, b index.Upload) int { return cmp.Or(a.Expires.Compare(b.Expires), cmp.Compare(a.ID, b.ID)) })
+	slices.SortFunc(expired, func(a, b index.Upload) int {
+		return cmp.Or(a.Expires.Compare(b.Expires), cmp.Compare(a.ID, b.ID))
+	})
 	return expired
 }
 

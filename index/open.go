@@ -86,8 +86,8 @@ func (t tx) onlySequences() error {
 // Close closes the KV. It waits for the changes that were accepted.
 func (ix *Index) Close() error { return ix.kv.Close() }
 
-// Reset drops everything but the sequence counters, so that the index can be rebuilt from refs. Nobody may use the index
-// meanwhile. If it is interrupted, the next New finishes it.
+// Reset drops everything but the sequence counters, so that the index can be rebuilt from refs. Nobody may use the
+// index meanwhile. If it is interrupted, the next New finishes it.
 func (ix *Index) Reset(ctx context.Context) error {
 	err := ix.kv.Update(ctx, func(x Txn) error { return tx{x}.store(stateKey(stateReset), nil) })
 	if err == nil {
@@ -102,7 +102,8 @@ func (ix *Index) Reset(ctx context.Context) error {
 	return nil
 }
 
-// drop deletes all rows but the sequences, some thousands at a time. Reset's mark has the last key of all and so goes last.
+// drop deletes all rows but the sequences, some thousands at a time. Reset's mark has the last key of all and so goes
+// last.
 func (ix *Index) drop(ctx context.Context) error {
 	for more := true; more; {
 		err := ix.kv.Update(ctx, func(x Txn) error {
@@ -128,8 +129,8 @@ func (ix *Index) drop(ctx context.Context) error {
 	return nil
 }
 
-// NextSeq issues the next sequence number of a repository: higher than every number that it issued before, in this or an
-// earlier process, and than every number that an applied op carried. Numbers start at 1 and have gaps.
+// NextSeq issues the next sequence number of a repository: higher than every number that it issued before, in this or
+// an earlier process, and than every number that an applied op carried. Numbers start at 1 and have gaps.
 func (ix *Index) NextSeq(ctx context.Context, repo string) (uint64, error) {
 	if err := checkText("repository", repo); err != nil {
 		return 0, err

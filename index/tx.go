@@ -119,7 +119,9 @@ func (p *page[T]) step(k []byte) error {
 }
 
 // paged yields the items that read collects, page after page. No transaction is open while the caller has an item.
-func paged[T any](ctx context.Context, ix *Index, from []byte, read func(t tx, from []byte, p *page[T]) error) iter.Seq2[T, error] {
+func paged[T any](
+	ctx context.Context, ix *Index, from []byte, read func(t tx, from []byte, p *page[T]) error,
+) iter.Seq2[T, error] {
 	return func(yield func(T, error) bool) {
 		for at := from; at != nil; {
 			var p page[T]

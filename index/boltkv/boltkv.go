@@ -1,7 +1,7 @@
 // Package boltkv is the embedded index engine: one bbolt file of one bucket.
 //
-// Updates are committed in groups: while one group is being synced the next one gathers, so that concurrent updates share
-// a sync and a lone one waits for nobody.
+// Updates are committed in groups: while one group is being synced the next one gathers, so that concurrent updates
+// share a sync and a lone one waits for nobody.
 package boltkv
 
 import (
@@ -24,8 +24,8 @@ import (
 // DefaultTimeout is how long Open waits for another process to let go of the file.
 const DefaultTimeout = 1500 * time.Millisecond
 
-// initialMap is how much address space is mapped from the start, in bytes; memory is used for what is read only. Mapping
-// anew, when the file outgrows it, waits for the views that are open.
+// initialMap is how much address space is mapped from the start, in bytes; memory is used for what is read only.
+// Mapping anew, when the file outgrows it, waits for the views that are open.
 const initialMap = 256 << 20
 
 // growBy is how much the file grows at a time, in bytes: each time costs a sync of its own.
@@ -163,8 +163,8 @@ func (kv *KV) View(ctx context.Context, fn func(index.Txn) error) error {
 	return x.run(fn)
 }
 
-// begin starts a bbolt transaction. If bbolt panics in it, as it does when the meta pages are spoilt, it keeps a lock that
-// every later call waits for: so there must be none.
+// begin starts a bbolt transaction. If bbolt panics in it, as it does when the meta pages are spoilt, it keeps a lock
+// that every later call waits for: so there must be none.
 func (kv *KV) begin(writable bool) (t *bbolt.Tx, err error) {
 	kv.beginning.Lock()
 	defer kv.beginning.Unlock()

@@ -241,7 +241,8 @@ func BenchmarkUpdate(b *testing.B) {
 			b.SetParallelism(max(1, callers/runtime.GOMAXPROCS(0)))
 			b.RunParallel(func(pb *testing.PB) {
 				for pb.Next() {
-					if err := kv.Update(context.Background(), func(x index.Txn) error { return x.Put([]byte("key"), nil) }); err != nil {
+					put := func(x index.Txn) error { return x.Put([]byte("key"), nil) }
+					if err := kv.Update(context.Background(), put); err != nil {
 						b.Error(err)
 					}
 				}

@@ -179,13 +179,14 @@ func TestFreeAndUsed(t *testing.T) {
 		t.Fatal("the file has no free page")
 	}
 	order.PutUint64(list[pageHeader:], m.root)
-	if _, err := Open(write(t, data), Options{}); !errors.Is(err, index.ErrDamaged) || !strings.Contains(err.Error(), "used twice") {
+	_, err = Open(write(t, data), Options{})
+	if !errors.Is(err, index.ErrDamaged) || !strings.Contains(err.Error(), "used twice") {
 		t.Errorf("%v", err)
 	}
 }
 
-// TestDamagedWhileOpen spoils the file under an open KV: no panic and no fault gets out, reads say ErrDamaged or are right,
-// a broken writer says so from then on, and the file can be replaced and opened again.
+// TestDamagedWhileOpen spoils the file under an open KV: no panic and no fault gets out, reads say ErrDamaged or are
+// right, a broken writer says so from then on, and the file can be replaced and opened again.
 func TestDamagedWhileOpen(t *testing.T) {
 	whole := image(t)
 	size := os.Getpagesize()

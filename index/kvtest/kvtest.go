@@ -120,7 +120,8 @@ func values(t *testing.T, kv index.KV) {
 	big := bytes.Repeat([]byte("manifest"), 5<<17)
 	check := func(x index.Txn) error {
 		for _, c := range []struct{ key, value []byte }{
-			{[]byte("empty"), []byte{}}, {[]byte("nil"), []byte{}}, {[]byte("absent"), nil}, {[]byte("big"), big}, {[]byte{0}, []byte{0}},
+			{[]byte("empty"), []byte{}}, {[]byte("nil"), []byte{}}, {[]byte("absent"), nil},
+			{[]byte("big"), big}, {[]byte{0}, []byte{0}},
 		} {
 			v, err := x.Get(c.key)
 			if err != nil {
@@ -148,7 +149,8 @@ func values(t *testing.T, kv index.KV) {
 
 func orderOfKeys(t *testing.T, kv index.KV) {
 	same(t, "nothing", keys(t, kv, "", ""), nil)
-	want := []string{"\x00", "\x00\x00", "\x00\xff", "a", "a\x00", "a\x00b", "a\x01", "aa", "b", "\xff", "\xff\x00", "\xff\xff"}
+	want := []string{"\x00", "\x00\x00", "\x00\xff", "a", "a\x00",
+		"a\x00b", "a\x01", "aa", "b", "\xff", "\xff\x00", "\xff\xff"}
 	mixed := slices.Clone(want)
 	slices.Reverse(mixed)
 	put(t, kv, mixed...)
@@ -188,7 +190,8 @@ func earlyBreak(t *testing.T, kv index.KV) {
 func ownWrites(t *testing.T, kv index.KV) {
 	put(t, kv, "a", "c")
 	update(t, kv, func(x index.Txn) error {
-		err := errors.Join(x.Put([]byte("b"), []byte("value of b")), x.Delete([]byte("c")), x.Put([]byte("d"), []byte("value of d")))
+		err := errors.Join(x.Put([]byte("b"), []byte("value of b")), x.Delete([]byte("c")),
+			x.Put([]byte("d"), []byte("value of d")))
 		var found []string
 		for k := range x.Range(nil, nil) {
 			found = append(found, string(k))
@@ -501,7 +504,9 @@ func closeWaits(t *testing.T, e Engine) {
 		name := fmt.Sprintf("%02d", i)
 		wg.Go(func() {
 			running <- struct{}{}
-			err := kv.Update(context.Background(), func(x index.Txn) error { return x.Put([]byte(name), []byte("value of "+name)) })
+			err := kv.Update(context.Background(), func(x index.Txn) error {
+				return x.Put([]byte(name), []byte("value of "+name))
+			})
 			mu.Lock()
 			defer mu.Unlock()
 			if err == nil {
