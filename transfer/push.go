@@ -62,6 +62,9 @@ func Push(ctx context.Context, c *client.Client, dir string, ref client.Referenc
 	if err := wholeFamily(f.Warnings); err != nil && !o.AllowIncompleteFamily {
 		return Pushed{}, err
 	}
+	if err := pullable(f.Shards); err != nil {
+		return Pushed{}, err
+	}
 	if o.Snapshot {
 		snapshot, remove, err := f.Snapshot(ctx)
 		if err != nil {
@@ -96,6 +99,16 @@ func wholeFamily(warnings []safetensors.Warning) error {
 	for _, w := range warnings {
 		if w.Code == safetensors.WarnFamilyIncomplete {
 			return &safetensors.Error{Code: w.Code, Msg: w.Message}
+		}
+	}
+	return nil
+}
+
+// pullable refuses shards whose names a shard manifest may hold but no pull takes.
+func pullable(shards []folder.File) error {
+	for _, s := range shards {
+		if err := checkName(s.Name); err != nil {
+			return &safetensors.Error{Code: safetensors.CodeNotPortableName, File: s.Name, Msg: err.Error()}
 		}
 	}
 	return nil

@@ -514,6 +514,16 @@ func TestPushRefused(t *testing.T) {
 	}
 }
 
+// TestPushUnpullable: what a pull would refuse is not sent.
+func TestPushUnpullable(t *testing.T) {
+	d := newDesk(t, map[string][]byte{"model\u202e.safetensors": shard(1<<10, 1)})
+	var rule *safetensors.Error
+	_, err := d.pushDir(transfer.PushOptions{})
+	if !errors.As(err, &rule) || rule.Code != safetensors.CodeNotPortableName || d.received() > 0 {
+		t.Errorf("got %v, %d bytes sent", err, d.received())
+	}
+}
+
 func TestPushDenied(t *testing.T) {
 	denied := newDesk(t, map[string][]byte{"model.safetensors": shard(1<<10, 1)})
 	denied.onUpload(func(w http.ResponseWriter, r *http.Request, _ http.Handler) { w.WriteHeader(http.StatusForbidden) })

@@ -157,12 +157,12 @@ func readManifest(m client.Manifest) (v1.Manifest, error) {
 // notBase says why an artifact is no base, if it says so itself: shards in it are then not base weights.
 func notBase(doc v1.Manifest) error {
 	if k := api.Kind(doc.Annotations[api.AnnotationKind]); k != "" && k != api.KindBase {
-		return fmt.Errorf("the artifact is of kind %s", k)
+		return fmt.Errorf("the artifact is of kind %q", k)
 	}
 	switch doc.ArtifactType {
 	case api.ArtifactTypeAdapter, api.ArtifactTypeCheckpoint, api.ArtifactTypeEval, api.ArtifactTypeReceipt,
 		api.ArtifactTypeStatement:
-		return fmt.Errorf("the artifact is of type %s", doc.ArtifactType)
+		return fmt.Errorf("the artifact is of type %q", doc.ArtifactType)
 	}
 	return nil
 }
@@ -245,7 +245,7 @@ func checkName(name string) error {
 		bad = "is absolute"
 	case strings.Contains(name, `\`):
 		bad = "has a backslash"
-	case strings.ContainsFunc(name, func(r rune) bool { return r < ' ' || r == 0x7f }):
+	case strings.ContainsFunc(name, client.Control):
 		bad = "has a control character"
 	}
 	for part := range strings.SplitSeq(name, "/") {

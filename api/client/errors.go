@@ -10,6 +10,7 @@ import (
 	"net/url"
 	"strings"
 	"time"
+	"unicode"
 
 	"github.com/kiln-registry/kiln-registry/api"
 )
@@ -95,7 +96,7 @@ func firstError(resp *http.Response) error {
 		return nil
 	}
 	first := body.Errors[0]
-	first.Message = printable(first.Message)
+	first.Code, first.Message = api.Code(printable(string(first.Code))), printable(first.Message)
 	return first
 }
 
@@ -124,10 +125,35 @@ func printable(s string) string {
 	if len(s) > limit {
 		s = s[:limit] + "…"
 	}
-	return strings.Map(func(r rune) rune {
-		if r < ' ' || r == 0x7f || r >= 0x80 && r < 0xa0 {
+	return Line(s)
+}
+
+// Control says whether a terminal may act on r instead of showing it: a control character of C0 or C1, DEL, or one that
+// turns the direction of the text around it.
+func Control(r rune) bool { return unicode.IsControl(r) || unicode.Is(unicode.Bidi_Control, r) }
+
+// Escape writes every Control rune of s, newline and tab included, as JSON would escape it: \u001b.
+func Escape(s string) string {
+	if !strings.ContainsFunc(s, Control) {
+		return s
+	}
+	var b strings.Builder
+	for _, r := range s {
+		if Control(r) {
+			fmt.Fprintf(&b, `\u%04x`, r)
+		} else {
+			b.WriteRune(r)
+		}
+	}
+	return b.String()
+}
+
+// Line is Escape for text that is to be one line: a newline or a tab becomes a space.
+func Line(s string) string {
+	return Escape(strings.Map(func(r rune) rune {
+		if r == '\n' || r == '\t' || r == '\r' {
 			return ' '
 		}
 		return r
-	}, s)
+	}, s))
 }

@@ -53,7 +53,7 @@ func (f *findFlags) find(ctx context.Context, a identity.Aggregate, stdout, stde
 	}
 	c, err := f.Client(f.registry, func(s string) {
 		if !f.Quiet {
-			fmt.Fprintln(stderr, s)
+			fmt.Fprintln(stderr, client.Line(s))
 		}
 	})
 	if err != nil {
@@ -183,8 +183,8 @@ func (o *findings) row(kind api.Kind, h api.Held, note string) {
 	if tags == "" {
 		tags = "-"
 	}
-	fmt.Fprintf(o.table, "%s\t%s\t%s\t%s\t%s\t%s\n", kind, h.Repository, tags, h.Digest,
-		h.Created.UTC().Format(time.RFC3339), note)
+	fmt.Fprintf(o.table, "%s\t%s\t%s\t%s\t%s\t%s\n", client.Escape(string(kind)), client.Escape(h.Repository),
+		client.Escape(tags), h.Digest, h.Created.UTC().Format(time.RFC3339), client.Escape(note))
 }
 
 func (o *findings) encode(v any) {

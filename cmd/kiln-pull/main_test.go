@@ -25,7 +25,7 @@ import (
 func TestMain(m *testing.M) { testscript.Main(m, map[string]func(){"kiln-pull": main}) }
 
 // TestScripts runs one script per promise. Each has a registry of its own at $REGISTRY, and servers that deny everything
-// at $DENIED and answer with a page at $PAGE.
+// at $DENIED, answer with a page at $PAGE, and say what would work a terminal at $LIAR.
 func TestScripts(t *testing.T) {
 	testscript.Run(t, testscript.Params{
 		Dir: "testdata",
@@ -47,6 +47,7 @@ func TestScripts(t *testing.T) {
 					w.Header().Set("Content-Type", "text/html")
 					fmt.Fprint(w, "<html>log in</html>")
 				}),
+				"LIAR": http.HandlerFunc(lie),
 			} {
 				srv := httptest.NewServer(h)
 				e.Defer(srv.Close)
@@ -55,6 +56,23 @@ func TestScripts(t *testing.T) {
 			return nil
 		},
 	})
+}
+
+// lie answers about any base with names that would work a terminal, or look like another row.
+func lie(w http.ResponseWriter, r *http.Request) {
+	const held = `"repository":"r\u001b[31m\u202e","digest":"sha256:%064d","tags":["v1\u001b[2J\u009b2J","v2\nbase forged"]`
+	if !strings.HasPrefix(r.URL.Path, "/v1/bases/") {
+		w.Header().Set("Content-Type", "application/json")
+		w.WriteHeader(http.StatusBadRequest)
+		fmt.Fprint(w, `{"errors":[{"code":"NAME_INVALID","message":"\u001b]0;x\u0007\u202eno\u009b2J"}]}`)
+		return
+	}
+	if strings.HasSuffix(r.URL.Path, "/artifacts") {
+		fmt.Fprintf(w, `{"artifacts":[{"kind":"\u001b[1m",`+held+`,"binding":{"evidence":"\u001b[0m"}}]}`, 2)
+		return
+	}
+	fmt.Fprintf(w, `{"base_weight_identity":{"aggregate_sha256":%q},"packagings":[{"id":"sha256:%064d","manifests":[{`+held+`}]}]}`,
+		strings.TrimPrefix(r.URL.Path, "/v1/bases/"), 1, 1)
 }
 
 // valve counts the bytes of blobs that are sent and, when it is set, lets only so many through and holds the rest.

@@ -13,6 +13,8 @@ import (
 	"syscall"
 
 	"github.com/spf13/cobra"
+
+	"github.com/kiln-registry/kiln-registry/api/client"
 )
 
 // The exit codes of the three binaries.
@@ -31,15 +33,27 @@ const (
 
 // Main runs a command to its end and exits the process with its code. An interrupt or a termination ends run's context;
 // a second one ends the process. An error becomes one "error:" line on stderr and, where there is something to be done
-// about it, one "hint:" line.
+// about it, one "hint:" line. Both writers that run is given are Visible: what files and servers say can't act on the
+// terminal.
 func Main(run func(ctx context.Context, args []string, stdout, stderr io.Writer) error) {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	context.AfterFunc(ctx, stop)
-	err := run(ctx, os.Args[1:], os.Stdout, os.Stderr)
+	os.Exit(visibly(ctx, run, os.Args[1:], os.Stdout, os.Stderr))
+}
+
+type command func(ctx context.Context, args []string, stdout, stderr io.Writer) error
+
+// visibly runs a command between two Visible writers and returns its exit code.
+func visibly(ctx context.Context, run command, args []string, stdout, stderr io.Writer) int {
+	out, errs := &Visible{to: stdout}, &Visible{to: stderr}
+	err := run(ctx, args, out, errs)
+	if e := errors.Join(out.flush(), errs.flush()); err == nil {
+		err = e
+	}
 	if err != nil && ctx.Err() != nil {
 		err = interrupted(err)
 	}
-	os.Exit(Report(os.Stderr, err))
+	return Report(errs, err)
 }
 
 // interrupted keeps an error that says what is wrong, and replaces one that only says that the context ended.
@@ -58,21 +72,11 @@ func Report(stderr io.Writer, err error) int {
 	if err == nil || errors.As(err, &s) {
 		return code
 	}
-	fmt.Fprintf(stderr, "error: %s\n", oneLine(err.Error()))
+	fmt.Fprintf(stderr, "error: %s\n", client.Line(err.Error()))
 	if text := hintOf(err); text != "" {
-		fmt.Fprintf(stderr, "hint: %s\n", oneLine(text))
+		fmt.Fprintf(stderr, "hint: %s\n", client.Line(text))
 	}
 	return code
-}
-
-// oneLine keeps what came from files and servers from looking like another line.
-func oneLine(s string) string {
-	return strings.Map(func(r rune) rune {
-		if r < ' ' || r == 0x7f {
-			return ' '
-		}
-		return r
-	}, s)
 }
 
 type exit struct {

@@ -94,5 +94,5 @@ func Bytes(n int64) string {
 
 // Warn writes one "warning:" line.
 func Warn(stderr io.Writer, format string, args ...any) {
-	fmt.Fprintf(stderr, "warning: %s\n", oneLine(fmt.Sprintf(format, args...)))
+	fmt.Fprintf(stderr, "warning: %s\n", client.Line(fmt.Sprintf(format, args...)))
 }

@@ -49,7 +49,7 @@ func startsWith(s string, prefixes ...string) bool {
 
 // odd runes do not survive as a file name everywhere.
 func odd(r rune) bool {
-	return r == '/' || r == '\\' || r == unicode.ReplacementChar || unicode.IsControl(r)
+	return r == '/' || r == '\\' || r == unicode.ReplacementChar || unicode.IsControl(r) || unicode.Is(unicode.Bidi_Control, r)
 }
 
 // others keeps the files that go along, and warns of those that would but are links.

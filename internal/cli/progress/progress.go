@@ -6,15 +6,14 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
-	"os"
 	"slices"
 	"sync"
 	"time"
 
 	"github.com/vbauerster/mpb/v8"
 	"github.com/vbauerster/mpb/v8/decor"
-	"golang.org/x/term"
 
+	"github.com/kiln-registry/kiln-registry/api/client"
 	"github.com/kiln-registry/kiln-registry/internal/cli"
 	"github.com/kiln-registry/kiln-registry/transfer"
 )
@@ -50,8 +49,8 @@ func New(f cli.Flags, stdout, stderr io.Writer) *Show {
 		s.json.SetEscapeHTML(false)
 		return s
 	}
-	if file, ok := stderr.(*os.File); ok && !f.Quiet && term.IsTerminal(int(file.Fd())) {
-		s.bars = mpb.New(mpb.WithOutput(stderr), mpb.WithWidth(64), mpb.WithAutoRefresh())
+	if terminal := cli.Terminal(stderr); terminal != nil && !f.Quiet {
+		s.bars = mpb.New(mpb.WithOutput(terminal), mpb.WithWidth(64), mpb.WithAutoRefresh())
 	}
 	return s
 }
@@ -94,9 +93,9 @@ func (s *Show) note(e transfer.Event) {
 		_ = s.json.Encode(e)
 	case s.quiet:
 	case s.bars != nil:
-		fmt.Fprintf(s.bars, "%s\n", e.Note)
+		fmt.Fprintf(s.bars, "%s\n", client.Line(e.Note))
 	default:
-		fmt.Fprintf(s.stderr, "%s\n", e.Note)
+		fmt.Fprintf(s.stderr, "%s\n", client.Line(e.Note))
 	}
 }
 

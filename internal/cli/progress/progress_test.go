@@ -45,8 +45,9 @@ func TestPlain(t *testing.T) {
 	}
 	s = New(cli.Flags{}, &stdout, &stderr)
 	feed(s)
+	s.Note("a\x1b[2J\nb\u202e")
 	s.Abandon()
-	if stderr.String() != "waiting\n" {
+	if stderr.String() != "waiting\n"+`a\u001b[2J b\u202e`+"\n" {
 		t.Errorf("abandoned: stderr %q", stderr.String())
 	}
 }
