@@ -20,7 +20,7 @@ var imports = map[string]string{
 	"internal/strictjson":  "",
 	"internal/durable":     "; golang.org/x/sys",
 	"api":                  "identity; github.com/opencontainers/image-spec github.com/opencontainers/go-digest",
-	"api/client":           "api identity; oras.land/oras-go/v2",
+	"api/client":           "api identity internal/strictjson; oras.land/oras-go/v2",
 	"blobstore":            "identity",
 	"blobstore/fsstore":    "blobstore identity internal/durable; golang.org/x/sys",
 	"blobstore/memstore":   "blobstore identity",

@@ -23,8 +23,9 @@ const maxManifestFile = 16 << 20
 // ErrNoIdentity: one side of a comparison names no base model.
 var ErrNoIdentity = errors.New("no base model there")
 
-// Dial returns a client of the registry, or other server, at host.
-type Dial func(host string) (*client.Client, error)
+// Dial returns a client of the server at host. registry says that it was named as a registry; any other server must not
+// be given a token that was meant for one.
+type Dial func(host string, registry bool) (*client.Client, error)
 
 // Side is one side of a comparison.
 type Side struct {
@@ -71,7 +72,7 @@ func healthSide(ctx context.Context, name string, dial Dial) (Side, error) {
 	if err != nil {
 		return Side{}, err
 	}
-	c, err := dial(u.Host)
+	c, err := dial(u.Host, false)
 	if err != nil {
 		return Side{}, err
 	}
@@ -84,7 +85,27 @@ func healthSide(ctx context.Context, name string, dial Dial) (Side, error) {
 		return Side{}, fmt.Errorf("%s: %w: base_weight_identity is null, status %s, role %s", name, ErrNoIdentity, h.Status,
 			h.Role)
 	}
+	if err := checkSummary(*h.BaseWeightIdentity); err != nil {
+		return Side{}, fmt.Errorf("%s: base_weight_identity can't be compared: %w", name, err)
+	}
 	return Side{Name: name, Summary: *h.BaseWeightIdentity}, nil
+}
+
+// checkSummary refuses a summary of another kind, which says nothing about the same bytes, and one that no base can have.
+func checkSummary(s identity.Summary) error {
+	switch {
+	case s.ManifestType != identity.ManifestType:
+		return fmt.Errorf("manifest_type is %.80q, want %q", s.ManifestType, identity.ManifestType)
+	case s.AggregateAlgorithm != identity.AggregateAlgorithm:
+		return fmt.Errorf("aggregate_algorithm is %.80q, want %q", s.AggregateAlgorithm, identity.AggregateAlgorithm)
+	case s.Aggregate.IsZero():
+		return errors.New("aggregate_sha256 names nothing")
+	case s.ShardCount < 1 || s.ShardCount > identity.MaxShards:
+		return fmt.Errorf("shard_count is %d, want 1 to %d", s.ShardCount, identity.MaxShards)
+	case s.TotalSize < uint64(s.ShardCount):
+		return fmt.Errorf("total_size_bytes is %d for %d shards, none of which is empty", s.TotalSize, s.ShardCount)
+	}
+	return nil
 }
 
 func fileSide(name string) (Side, error) {
@@ -138,7 +159,7 @@ func HashFolder(ctx context.Context, f *folder.Folder, w Watch) (folder.Sum, err
 }
 
 func referenceSide(ctx context.Context, name string, ref client.Reference, dial Dial) (Side, error) {
-	c, err := dial(ref.Host)
+	c, err := dial(ref.Host, true)
 	if err != nil {
 		return Side{}, err
 	}

@@ -54,7 +54,12 @@ func folderOf(t *testing.T, files map[string][]byte) string {
 func compare(t *testing.T, a, b string) (transfer.Comparison, error) {
 	t.Helper()
 	t.Setenv("DOCKER_CONFIG", t.TempDir())
-	dial := func(host string) (*client.Client, error) { return client.New(host, client.Options{}) }
+	dial := func(host string, registry bool) (*client.Client, error) {
+		if health := strings.Contains(a+b, "://"); health == registry {
+			t.Errorf("%s: named as a registry: %v", host, registry)
+		}
+		return client.New(host, client.Options{})
+	}
 	var sides [2]transfer.Side
 	for i, name := range []string{a, b} {
 		s, err := transfer.OpenSide(t.Context(), name, dial, folder.Options{}, nil)
@@ -189,6 +194,22 @@ func TestCompareSides(t *testing.T) {
 	serving(&lying)
 	if _, err := compare(t, dir, health); err == nil || !strings.Contains(err.Error(), "one of them is wrong") {
 		t.Errorf("one aggregate, two sizes: %v", err)
+	}
+	for name, change := range map[string]func(*identity.Summary){
+		"manifest_type":       func(s *identity.Summary) { s.ManifestType = "other" },
+		"aggregate_algorithm": func(s *identity.Summary) { s.AggregateAlgorithm += "\x1b" },
+		"aggregate_sha256":    func(s *identity.Summary) { s.Aggregate = identity.Aggregate{} },
+		"shard_count is 0":    func(s *identity.Summary) { s.ShardCount = 0 },
+		"shard_count is -1":   func(s *identity.Summary) { s.ShardCount = -1 },
+		"shard_count is 4097": func(s *identity.Summary) { s.ShardCount = 4097 },
+		"total_size_bytes":    func(s *identity.Summary) { s.TotalSize = 0 },
+	} {
+		odd := summary
+		change(&odd)
+		serving(&odd)
+		if _, err := compare(t, other, health); err == nil || !strings.Contains(err.Error(), name) {
+			t.Errorf("%s: %v", name, err)
+		}
 	}
 	serving(nil)
 	if _, err := compare(t, dir, health); !errors.Is(err, transfer.ErrNoIdentity) {

@@ -8,9 +8,11 @@ import (
 	"io"
 	"net/http"
 	"strconv"
+	"strings"
 
 	"github.com/kiln-registry/kiln-registry/api"
 	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/internal/strictjson"
 )
 
 // maxHealth bounds the answer of a health check, in bytes.
@@ -91,7 +93,8 @@ func (c *Client) Compare(ctx context.Context, a, b api.Side) (answer api.Compari
 
 // Health asks any address that ends in /health what it serves, be it the registry's, a resident model's or another
 // server's that speaks the same form. The token goes only to the client's own registry. A server that says it is
-// degraded, with 503, has answered.
+// degraded, with 503, has answered. A report that two readers could take for two things is an error: with a member twice
+// in one object, or one of the identity in other letter case.
 func (c *Client) Health(ctx context.Context, url string) (h api.Health, err error) {
 	resp, err := c.do(ctx, call{method: http.MethodGet, path: url}, http.StatusOK, http.StatusServiceUnavailable)
 	if err != nil {
@@ -99,6 +102,9 @@ func (c *Client) Health(ctx context.Context, url string) (h api.Health, err erro
 	}
 	defer resp.Body.Close()
 	b, err := bounded(resp, maxHealth)
+	if err == nil {
+		err = strictjson.Read(b, func(r *strictjson.Reader) error { return r.Object(exactly(r, identityMember)) })
+	}
 	if err == nil {
 		err = json.Unmarshal(b, &h)
 	}
@@ -109,4 +115,23 @@ func (c *Client) Health(ctx context.Context, url string) (h api.Health, err erro
 		return h, fmt.Errorf("%s: answer %s is no health report: %w", url, strconv.Itoa(resp.StatusCode), err)
 	}
 	return h, nil
+}
+
+// identityMember is the member of a health report that names a base.
+const identityMember = "base_weight_identity"
+
+// exactly reads a member of an object and refuses another spelling of names. The identity is read in the same way.
+func exactly(r *strictjson.Reader, names ...string) func(name string) error {
+	return func(name string) error {
+		for _, want := range names {
+			if name != want && strings.EqualFold(name, want) {
+				return r.Fail(r.Offset(), strictjson.RuleExactName, "member %.80q must be spelled %q", name, want)
+			}
+		}
+		if name == identityMember && r.Kind() == strictjson.Object {
+			return r.Object(exactly(r, "manifest_type", "aggregate_algorithm", "aggregate_sha256", "shard_count",
+				"total_size_bytes"))
+		}
+		return r.Skip()
+	}
 }

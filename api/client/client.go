@@ -39,6 +39,7 @@ type Options struct {
 	PlainHTTP   bool          // plain HTTP also to hosts that are not loopback
 	Token       string        // bearer token for this host; empty: TokenFile, then $KILN_TOKEN, then the Docker config
 	TokenFile   string        // file that holds the token
+	Anonymous   bool          // send no token and no login, whatever the fields above and the environment hold
 	CAFile      string        // PEM certificates to trust besides those of the system
 	UserAgent   string        // empty: kiln
 	IdleTimeout time.Duration // longest time in which no byte moves; zero: one minute. There is no total timeout
@@ -94,10 +95,12 @@ func New(host string, o Options) (*Client, error) {
 		}
 	}
 	c.auth = &auth.Client{
-		Client:     &http.Client{Transport: transport(roots), CheckRedirect: checkRedirect},
-		Cache:      auth.NewCache(),
-		ClientID:   "kiln",
-		Credential: dockerCredentials(),
+		Client:   &http.Client{Transport: transport(roots), CheckRedirect: checkRedirect},
+		Cache:    auth.NewCache(),
+		ClientID: "kiln",
+	}
+	if !o.Anonymous {
+		c.auth.Credential = dockerCredentials()
 	}
 	return c, nil
 }
@@ -109,6 +112,9 @@ func (c *Client) Host() string { return c.base.Host }
 func (c *Client) Close() { c.auth.Client.CloseIdleConnections() }
 
 func (o Options) token() (string, error) {
+	if o.Anonymous {
+		return "", nil
+	}
 	if o.Token != "" {
 		return o.Token, nil
 	}

@@ -286,6 +286,24 @@ func TestTokenStaysHome(t *testing.T) {
 	}
 }
 
+// TestAnonymous: a client that is told to give no name gives none, even if it is asked for one.
+func TestAnonymous(t *testing.T) {
+	var sent []string
+	c := dial(t, func(w http.ResponseWriter, r *http.Request) {
+		sent = append(sent, r.Header.Get("Authorization"))
+		w.Header().Set("WWW-Authenticate", `Basic realm="x"`)
+		w.WriteHeader(http.StatusUnauthorized)
+	}, Options{Anonymous: true, Token: "secret", TokenFile: "none"})
+	config := fmt.Sprintf(`{"auths":{%q:{"auth":"YTpi"}}}`, c.Host())
+	if err := os.WriteFile(filepath.Join(os.Getenv("DOCKER_CONFIG"), "config.json"), []byte(config), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	_, err := c.Health(t.Context(), "/health")
+	if !errors.Is(err, api.ErrUnauthorized) || len(sent) == 0 || strings.Join(sent, "") != "" {
+		t.Errorf("sent %q, %v", sent, err)
+	}
+}
+
 // TestExpiredLink answers like the target of a presigned link that has run out: the next call asks the registry anew.
 func TestExpiredLink(t *testing.T) {
 	links := 0
@@ -401,7 +419,14 @@ func TestDockerLogin(t *testing.T) {
 func TestHealth(t *testing.T) {
 	for body, good := range map[string]bool{
 		`{"status":"ok","role":"registry","base_weight_identity":null,"unknown":[1]}`: true,
+		`{"status":"ok","base_weight_identity":null,"note":{"Shard_Count":1}}`:        true,
 		`{}`: false, `<html>`: false, ``: false, `[]`: false,
+		`{"status":"ok","base_weight_identity":null,"base_weight_identity":null}`:  false,
+		`{"status":"ok","Base_Weight_Identity":null}`:                              false,
+		`{"status":"ok","note":{"a":1,"a":2}}`:                                     false,
+		`{"status":"ok","base_weight_identity":{"shard_count":1,"shard_count":2}}`: false,
+		`{"status":"ok","base_weight_identity":{"Shard_Count":2}}`:                 false,
+		`{"status":"ok","base_weight_identity":{"shard_count":1.5}}`:               false,
 	} {
 		c := dial(t, func(w http.ResponseWriter, r *http.Request) {
 			w.WriteHeader(http.StatusServiceUnavailable)

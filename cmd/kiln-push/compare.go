@@ -47,7 +47,12 @@ func compareCommand() *cobra.Command {
 func compare(ctx context.Context, a, b string, flags *cli.Flags, o folder.Options, show *progress.Show) (
 	c transfer.Comparison, err error,
 ) {
-	dial := func(host string) (*client.Client, error) { return flags.Client(host, show.Note) }
+	dial := func(host string, registry bool) (*client.Client, error) {
+		if registry || host == cli.Registry() {
+			return flags.Client(host, show.Note)
+		}
+		return flags.Stranger(host, show.Note)
+	}
 	var sides [2]transfer.Side
 	for i, name := range []string{a, b} {
 		if sides[i], err = transfer.OpenSide(ctx, name, dial, o, show.Watch); err != nil {

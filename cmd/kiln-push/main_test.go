@@ -39,7 +39,7 @@ func TestScripts(t *testing.T) {
 					w.Header().Set("Content-Type", "text/html")
 					fmt.Fprint(w, "<html>log in</html>")
 				}),
-				"RESIDENT": http.FileServer(http.Dir(filepath.Join(e.WorkDir, "resident"))),
+				"RESIDENT": noToken(http.FileServer(http.Dir(filepath.Join(e.WorkDir, "resident")))),
 			} {
 				srv := httptest.NewServer(h)
 				e.Defer(srv.Close)
@@ -47,6 +47,17 @@ func TestScripts(t *testing.T) {
 			}
 			return nil
 		},
+	})
+}
+
+// noToken answers only those who send no token.
+func noToken(next http.Handler) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if r.Header.Get("Authorization") != "" {
+			http.Error(w, "a token was sent", http.StatusBadRequest)
+			return
+		}
+		next.ServeHTTP(w, r)
 	})
 }
 

@@ -42,9 +42,17 @@ func (f *Flags) Bind(cmd *cobra.Command) {
 
 // Client returns a client of the registry at host. notes, which may be nil, is told of waits and fallbacks.
 func (f *Flags) Client(host string, notes func(string)) (*client.Client, error) {
-	c, err := client.New(host, client.Options{
-		PlainHTTP: f.PlainHTTP, TokenFile: f.TokenFile, CAFile: f.CAFile, UserAgent: "kiln/" + Version(), Notify: notes,
-	})
+	return open(host, client.Options{PlainHTTP: f.PlainHTTP, TokenFile: f.TokenFile, CAFile: f.CAFile, Notify: notes})
+}
+
+// Stranger is Client for a host that is no registry the token was meant for: it gets neither the token nor a login.
+func (f *Flags) Stranger(host string, notes func(string)) (*client.Client, error) {
+	return open(host, client.Options{PlainHTTP: f.PlainHTTP, Anonymous: true, CAFile: f.CAFile, Notify: notes})
+}
+
+func open(host string, o client.Options) (*client.Client, error) {
+	o.UserAgent = "kiln/" + Version()
+	c, err := client.New(host, o)
 	var path *os.PathError
 	if err != nil && !errors.As(err, &path) {
 		return nil, Exit(CodeUsage, err)
