@@ -12,15 +12,13 @@ import (
 	"github.com/kiln-registry/kiln-registry/identity"
 )
 
-// Apply makes changes, all or none; they are durable on return. Changes with a sequence number may come in any order and
-// more than once: of two changes of one name the one with the higher number holds, deletes included. It refuses ops that
-// lack a repository, a digest or a number. ErrReferred (UnlinkBlob), ErrDamaged; after an error of the engine it is not
-// known whether the changes were made, and the same Apply may be tried again.
+// Apply makes changes, all or none; they are durable on return. Changes with a sequence number may come in any order
+// and more than once: of two changes of one name the one with the higher number holds, deletes included. It refuses
+// ops that lack a repository, a digest or a number. ErrReferred (UnlinkBlob), ErrDamaged; after an error of the
+// engine it is not known whether the changes were made, and the same Apply may be tried again.
 func (ix *Index) Apply(ctx context.Context, ops ...Op) error {
-	for _, o := range ops {
-		if err := o.check(); err != nil {
-			return fmt.Errorf("apply %T: %w", o, err)
-		}
+	if err := Check(ops...); err != nil {
+		return err
 	}
 	for _, o := range ops {
 		if n, ok := o.(numbered); ok {
@@ -41,6 +39,17 @@ func (ix *Index) Apply(ctx context.Context, ops ...Op) error {
 		}
 		return nil
 	})
+}
+
+// Check returns the error with which Apply would refuse the ops whatever the index holds: a change must pass it
+// before it is kept for good.
+func Check(ops ...Op) error {
+	for _, o := range ops {
+		if err := o.check(); err != nil {
+			return fmt.Errorf("apply %T: %w", o, err)
+		}
+	}
+	return nil
 }
 
 // numbered is an op that carries a sequence number of a repository.

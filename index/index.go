@@ -52,13 +52,13 @@ type Op interface {
 	apply(tx) error
 }
 
-// PutManifest records a manifest in a repository, and the blobs and manifests it refers to. It is skipped when the
-// index knows a later change (Seq) of the same digest in that repository. Manifest and Shards are kept once for all
-// repositories that hold the digest.
+// PutManifest records a manifest in a repository, and the blobs it refers to, which makes them visible there. It is
+// skipped when the index knows a later change (Seq) of the same digest in that repository. Manifest and Shards are
+// kept once for all repositories that hold the digest.
 type PutManifest struct {
 	Record
 	Manifest []byte            // exact bytes
-	Refers   []identity.Digest // blobs and child manifests, in any order
+	Refers   []identity.Digest // blobs that the repository was seen to hold, in any order
 	Shards   identity.Manifest // the base's shard manifest; zero when the artifact is no base
 }
 
@@ -92,8 +92,8 @@ type LinkBlob struct {
 	Until  time.Time
 }
 
-// UnlinkBlob takes a blob out of a repository. Apply returns ErrReferred while a manifest of the repository refers to it;
-// it is no error if the blob was not visible.
+// UnlinkBlob takes a blob out of a repository. Apply returns ErrReferred while a manifest of the repository refers
+// to it; it is no error if the blob was not visible.
 type UnlinkBlob struct {
 	Repo   string
 	Digest identity.Digest
@@ -123,12 +123,13 @@ type Upload struct {
 // where several kinds or artifact types are walked, one after the other. Other combinations are errors.
 type Query struct {
 	Aggregate    identity.Aggregate
-	Kind         api.Kind               // only with Aggregate; empty: every kind, in byte order of the kind
-	Repo         string                 // this repository only; needed unless Aggregate is set
-	Subject      identity.Digest        // only with Repo
-	ArtifactType string                 // only with Subject; empty: every type, type after type in a fixed order
-	See          func(repo string) bool // which repositories the caller may pull from; nil: all. A repository that it refuses costs one seek.
-	After        string                 // Cursor of the last record seen; empty: from the start
+	Kind         api.Kind        // only with Aggregate; empty: every kind, in byte order of the kind
+	Repo         string          // this repository only; needed unless Aggregate is set
+	Subject      identity.Digest // only with Repo
+	ArtifactType string          // only with Subject; empty: every type, type after type in a fixed order
+	// See says which repositories the caller may pull from; nil: all. One that it refuses costs one seek.
+	See   func(repo string) bool
+	After string // Cursor of the last record seen; empty: from the start
 }
 
 // KV is an ordered key-value engine. Keys are compared as bytes; they have 1 to 32,768 bytes. Any number of goroutines

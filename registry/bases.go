@@ -15,8 +15,10 @@ import (
 const (
 	// defaultPage is the page of a /v1 listing that a client gets that asks for none.
 	defaultPage = 100
-	// maxCompareBytes is the largest body of a comparison: two full shard manifests.
-	maxCompareBytes = 8 << 20
+	// maxCompareBytes is the largest body of a comparison: two shard manifests of 4,096 long names.
+	maxCompareBytes = 4 << 20
+	// maxArtifactBytes is about how many bytes of annotations end a page of artifacts before it has the asked length.
+	maxArtifactBytes = 4 << 20
 	// maxNewest bounds the search for the newest packaging of a base.
 	maxNewest = 10_000
 )
@@ -187,12 +189,15 @@ func (r *Registry) Artifacts(
 		return list, err
 	}
 	q := index.Query{Aggregate: a, Kind: aq.Kind, Repo: aq.Repo, See: c.Sees, After: aq.After}
-	last := ""
+	size, last := 0, ""
 	for rec, err := range r.ix.Find(ctx, q) {
 		if err != nil {
 			return list, err
 		}
-		if len(list.Artifacts) == aq.N {
+		for k, v := range rec.Annotations {
+			size += len(k) + len(v)
+		}
+		if len(list.Artifacts) == aq.N || last != "" && size > maxArtifactBytes {
 			list.Next = last
 			break
 		}

@@ -267,6 +267,8 @@ func (q *request) number(name string, def, most int) (int, error) {
 // document reads the body of at most limit bytes.
 func (q *request) document(limit int64) ([]byte, error) {
 	if q.ContentLength > limit {
+		// Many clients look for an answer only once they have sent the body.
+		_, _ = io.CopyN(io.Discard, q.body, min(q.ContentLength, 4*limit))
 		return nil, api.Errorf(api.CodeContentTooLarge, "body has %d bytes, at most %d are taken", q.ContentLength, limit)
 	}
 	b, err := io.ReadAll(io.LimitReader(q.body, limit+1))

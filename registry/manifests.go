@@ -95,7 +95,7 @@ func (r *Registry) keep(ctx context.Context, put index.PutManifest, tags []strin
 	if err != nil && !errors.Is(err, index.ErrNotFound) {
 		return old, err
 	}
-	known := err == nil && old.MediaType == put.MediaType
+	known := err == nil && old.MediaType == put.MediaType && sameFinding(old, put.Record)
 	if known {
 		put.Created = old.Created
 	}
@@ -132,6 +132,12 @@ func (r *Registry) keep(ctx context.Context, put index.PutManifest, tags []strin
 	return put.Record, err
 }
 
+// sameFinding says whether a manifest was found to be the same as before. It may not be: when blobs were missing and
+// have come back.
+func sameFinding(a, b index.Record) bool {
+	return a.Kind == b.Kind && a.State == b.State && a.Aggregate == b.Aggregate && a.Evidence == b.Evidence
+}
+
 // change makes a change of one repository: durable in the store first, then in the index.
 func (r *Registry) change(ctx context.Context, repo string, make func(seq uint64) ([]blobstore.Ref, []index.Op)) error {
 	ctx = context.WithoutCancel(ctx) // once the store has it, the index gets it
@@ -142,6 +148,9 @@ func (r *Registry) change(ctx context.Context, repo string, make func(seq uint64
 		return err
 	}
 	refs, ops := make(seq)
+	if err := index.Check(ops...); err != nil {
+		return err
+	}
 	p := r.kept.begin()
 	at, err := r.refs.Put(ctx, refs...)
 	if err == nil {
@@ -195,6 +204,10 @@ func (r *Registry) derive(
 	if m.IndexSize() > largeIndex {
 		r.large <- struct{}{}
 		defer func() { <-r.large }()
+	}
+	if m.Heavy() {
+		r.heavy.Lock()
+		defer r.heavy.Unlock()
 	}
 	a, err := classify.Classify(ctx, r.store, m)
 	if err != nil {
@@ -299,6 +312,11 @@ func (r *Registry) DeleteManifest(ctx context.Context, c access.Caller, repo str
 func (r *Registry) Replay(ctx context.Context) error {
 	r.writes.Lock()
 	defer r.writes.Unlock()
+	return r.replay(ctx)
+}
+
+// replay is Replay for those who hold writes.
+func (r *Registry) replay(ctx context.Context) error {
 	from, err := r.ix.Checkpoint(ctx)
 	if err != nil {
 		return err
@@ -331,12 +349,11 @@ func (r *Registry) Reindex(ctx context.Context) error {
 		return api.Errorf(api.CodeUnavailable, "the registry is stopping")
 	}
 	r.writes.Lock()
-	err := r.ix.Reset(ctx)
-	r.writes.Unlock()
-	if err != nil {
+	defer r.writes.Unlock()
+	if err := r.ix.Reset(ctx); err != nil {
 		return err
 	}
-	return r.Replay(ctx)
+	return r.replay(ctx)
 }
 
 // replay turns refs back into changes of the index, in batches.
@@ -360,8 +377,14 @@ func (re *replay) add(ctx context.Context, ref blobstore.PlacedRef) error {
 	if err != nil {
 		return fmt.Errorf("%s %s: %w", ref.Repo, ref.Name, err)
 	}
-	re.ops, re.bytes, re.at = append(re.ops, op), re.bytes+len(ref.Manifest), ref.After
+	re.at = ref.After
 	re.n++
+	if err := index.Check(op); err != nil {
+		// One record must not keep the whole store from being served.
+		re.r.log.Error("ref left out of the index", "repository", ref.Repo, "name", ref.Name, "error", err)
+		return nil
+	}
+	re.ops, re.bytes = append(re.ops, op), re.bytes+len(ref.Manifest)
 	if len(re.ops) < replayOps && re.bytes < replayBytes {
 		return nil
 	}

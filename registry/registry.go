@@ -63,6 +63,7 @@ type Registry struct {
 
 	state   atomic.Int32
 	writes  sync.RWMutex // held for writing while the index is rebuilt
+	heavy   sync.Mutex   // held while a manifest is classified that takes much memory
 	kept    watermark
 	large   chan struct{} // has room for one: the classification that holds a large shard index in memory
 	handles sync.Map      // by id: the blobstore.Upload of each upload that this process has used and that has not ended

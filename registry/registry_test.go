@@ -135,14 +135,19 @@ func (s *server) do(method, path string, body []byte, header ...string) answer {
 	if s.token != "" {
 		req.Header.Set("Authorization", "Bearer "+s.token)
 	}
+	return s.send(req)
+}
+
+func (s *server) send(req *http.Request) answer {
+	s.t.Helper()
 	res, err := http.DefaultTransport.RoundTrip(req)
 	if err != nil {
-		s.t.Fatalf("%s %s: %v", method, path, err)
+		s.t.Fatalf("%s %s: %v", req.Method, req.URL, err)
 	}
 	defer res.Body.Close()
 	b, err := io.ReadAll(res.Body)
 	if err != nil {
-		s.t.Fatalf("%s %s: %v", method, path, err)
+		s.t.Fatalf("%s %s: %v", req.Method, req.URL, err)
 	}
 	return answer{res.StatusCode, res.Header, b}
 }

@@ -381,7 +381,29 @@ func chunkOf(q *request) (Chunk, error) {
 		)
 	}
 	ch.Offset, ch.Size = from, to-from+1
+	ch.Body = &exactReader{r: q.body, left: ch.Size}
 	return ch, nil
+}
+
+// exactReader refuses a body of another length than its Content-Range says.
+type exactReader struct {
+	r    io.Reader
+	left int64 // bytes to come
+}
+
+func (e *exactReader) Read(b []byte) (int, error) {
+	if e.left == 0 {
+		var more [1]byte
+		if n, err := io.ReadFull(e.r, more[:]); n == 0 {
+			return 0, err
+		}
+		return 0, api.Errorf(api.CodeSizeInvalid, "the body is longer than its Content-Range says")
+	}
+	n, err := e.r.Read(b[:min(int64(len(b)), e.left)])
+	if e.left -= int64(n); err == io.EOF && e.left > 0 {
+		err = api.Errorf(api.CodeSizeInvalid, "the body is %d bytes shorter than its Content-Range says", e.left)
+	}
+	return n, err
 }
 
 // uploaded answers with the state of an upload.

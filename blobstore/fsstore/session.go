@@ -191,8 +191,7 @@ func fill(r io.Reader, b []byte) (n int, err error) {
 	return n, err
 }
 
-// write stores b and hashes what was stored of it. After an error the file ends where the hash does, and the space that
-// was reserved behind is free.
+// write stores b and hashes what was stored of it. After an error the file ends where the hash does.
 func (s *session) write(b []byte) error {
 	if len(b) == 0 {
 		return nil

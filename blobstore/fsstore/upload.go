@@ -25,9 +25,6 @@ const (
 	uploadState = ".state"
 )
 
-// reserveFrom is the announced size from which Create takes the disk space at once.
-const reserveFrom = 1 << 20
-
 func (st *Store) uploadPath(id, ext string) string { return filepath.Join(st.dir, uploadsName, id+ext) }
 
 // validID says whether id can be one of ours. It is what keeps a request from naming other files.
@@ -35,8 +32,8 @@ func validID(id string) bool {
 	return len(id) == 32 && strings.Trim(id, "0123456789abcdef") == ""
 }
 
-// Create implements blobstore.Store. The space for an announced size is taken at once, so that ErrNoSpace comes before
-// the bytes do. The upload itself becomes durable with its first Append.
+// Create implements blobstore.Store. An announced size that is more than what is free is ErrNoSpace before the bytes
+// come, but no space is taken for it: whoever announces much and sends nothing keeps nobody else out. The upload itself becomes durable with its first Append.
 func (st *Store) Create(ctx context.Context, hint identity.Digest, size int64) (blobstore.Upload, error) {
 	id, err := st.create(hint, size)
 	if err != nil {
@@ -62,7 +59,7 @@ func (st *Store) create(hint identity.Digest, size int64) (id string, err error)
 	rand.Read(random[:])
 	id = hex.EncodeToString(random[:])
 	if err = createState(st.disk, st.uploadPath(id, uploadState), &first); err == nil {
-		err = st.createData(id, size)
+		err = st.createData(id)
 	}
 	if err != nil {
 		st.drop(id)
@@ -71,15 +68,12 @@ func (st *Store) create(hint identity.Digest, size int64) (id string, err error)
 	return id, nil
 }
 
-func (st *Store) createData(id string, size int64) error {
+func (st *Store) createData(id string) error {
 	f, err := st.disk.OpenFile(st.uploadPath(id, uploadData), os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
 	if err != nil {
 		return err
 	}
-	if size >= reserveFrom {
-		err = f.Reserve(size)
-	}
-	return errors.Join(err, f.Close())
+	return f.Close()
 }
 
 // drop removes the files of an upload, the one that makes it an upload first.

@@ -10,6 +10,7 @@ import (
 	"path"
 	"slices"
 	"strings"
+	"unicode"
 
 	v1 "github.com/opencontainers/image-spec/specs-go/v1"
 
@@ -19,8 +20,7 @@ import (
 )
 
 const (
-	maxName   = 255       // bytes of a layer's file name
-	maxHeader = 100 << 20 // largest safetensors header, the limit of the format's reference reader
+	maxName   = 255 // bytes of a layer's file name
 	indexName = "model.safetensors.index.json"
 )
 
@@ -172,6 +172,8 @@ func nameOf(d Descriptor) (string, error) {
 		return "", nil
 	}
 	switch {
+	case strings.ContainsFunc(name, unprintable):
+		return "", fmt.Errorf("file name %q holds a control character", name)
 	case len(name) > maxName:
 		return "", fmt.Errorf("file name is longer than %d bytes", maxName)
 	case strings.ContainsAny(name, "\\\x00"):
@@ -182,10 +184,15 @@ func nameOf(d Descriptor) (string, error) {
 	return name, nil
 }
 
+// unprintable are the runes that could make a terminal or a listing show something else than what is there.
+func unprintable(r rune) bool { return unicode.IsControl(r) || unicode.Is(unicode.Bidi_Control, r) }
+
 // isRaw says whether the layer's blob is the file itself. Clients that push single files label them as plain tar
 // layers, so that type alone can't tell; a name, and no note to unpack, can.
 func isRaw(d Descriptor, name string) bool {
 	switch {
+	case d.nondistributable(): // whether or not its blob is somewhere in the store
+		return false
 	case strings.HasSuffix(d.MediaType, ".raw"):
 		return true
 	case d.MediaType == v1.MediaTypeImageLayer:
@@ -281,6 +288,8 @@ func choose(ctx context.Context, blobs Blobs, all files) (choice, error) {
 		}
 		switch {
 		case ok || c.state == api.ContentIncomplete:
+		case f.nondistributable():
+			c.state = api.ContentIncomplete
 		case !f.raw || isArchive(f.Descriptor): // nobody has looked into it yet
 			c.state = api.ContentPending
 		default:
@@ -288,6 +297,13 @@ func choose(ctx context.Context, blobs Blobs, all files) (choice, error) {
 		}
 	}
 	return c, nil
+}
+
+// Heavy says whether classifying the manifest takes memory by the hundred megabytes, for a shard index far beyond
+// what a model has. Do one of those at a time.
+func (m Manifest) Heavy() bool {
+	const large = 4 << 20
+	return slices.ContainsFunc(m.Layers, func(d Descriptor) bool { return d.Size > large && d.Name() == indexName })
 }
 
 // readIndex reads the shard index. One that is too large, or in an archive, is read as empty: it is no index then.
@@ -321,11 +337,15 @@ func looksRight(ctx context.Context, blobs Blobs, f file) (bool, error) {
 	}
 	defer r.Close()
 	var head [n]byte
-	if _, err := io.ReadFull(r, head[:]); err != nil {
+	switch _, err := io.ReadFull(r, head[:]); err {
+	case nil:
+	case io.EOF, io.ErrUnexpectedEOF: // the blob has become shorter than its descriptor, which was checked, says
+		return false, nil
+	default:
 		return false, fmt.Errorf("read the head of %s: %w", f.name, err)
 	}
 	size := binary.LittleEndian.Uint64(head[:8])
-	return size >= 2 && size <= uint64(f.Size-8) && size <= maxHeader && head[8] == '{', nil
+	return size >= 2 && size <= uint64(f.Size-8) && size <= safetensors.MaxHeader && head[8] == '{', nil
 }
 
 // packaging hashes the names and digests of the files beside the shards. The shard index is no such file: it only

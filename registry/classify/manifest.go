@@ -71,13 +71,11 @@ func (m Manifest) Blobs() []Descriptor {
 	return need
 }
 
-// Refers returns the digest of everything that the manifest refers to, its subject left out.
+// Refers returns the digests of Blobs. Nothing that a repository was not seen to hold may be in it, as it makes blobs
+// visible: neither the children of an index nor layers that may not be distributed are.
 func (m Manifest) Refers() []identity.Digest {
 	var out []identity.Digest
 	for _, d := range m.Blobs() {
-		out = append(out, d.Digest)
-	}
-	for _, d := range m.Children {
 		out = append(out, d.Digest)
 	}
 	return out
@@ -243,6 +241,9 @@ func descriptor(r *strictjson.Reader) (*Descriptor, error) {
 	}
 	if d.Digest, err = identity.ParseDigest(digest); err != nil {
 		return nil, r.Fail(at, "descriptor", "%v", err)
+	}
+	if d.Digest.IsZero() {
+		return nil, r.Fail(at, "descriptor", "digest %s stands for no content", digest)
 	}
 	return &d, nil
 }

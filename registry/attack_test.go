@@ -1,0 +1,219 @@
+package registry_test
+
+import (
+	"bufio"
+	"bytes"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/kiln-registry/kiln-registry/api"
+	"github.com/kiln-registry/kiln-registry/identity"
+)
+
+const indexType = "application/vnd.oci.image.index.v1+json"
+
+func indexOf(digests ...string) []byte {
+	children := make([]string, len(digests))
+	for i, d := range digests {
+		children[i] = fmt.Sprintf(`{"mediaType":%q,"digest":%q,"size":7}`, manifestType, d)
+	}
+	return fmt.Appendf(nil, `{"schemaVersion":2,"mediaType":%q,"manifests":[%s]}`, indexType, strings.Join(children, ","))
+}
+
+// A manifest that names a blob without the repository holding it opens nothing: neither as the child of an index nor as
+// a layer that may not be distributed.
+func TestNamingABlobOpensNothing(t *testing.T) {
+	s := newServer(t)
+	secret := s.blob("secret/model", safetensors("1"))
+	s.want(201, "PUT", api.PathManifest("mal/x", "evil"), indexOf(secret.String()), "Content-Type", indexType)
+	s.want(404, "GET", api.PathBlob("mal/x", secret), nil)
+	s.want(404, "HEAD", api.PathBlob("mal/x", secret), nil)
+
+	const foreign = "application/vnd.oci.image.layer.nondistributable.v1.tar.raw"
+	nowhere := identity.Sum([]byte("nowhere"))
+	for i, l := range []desc{
+		{"digest": secret.String(), "size": len(safetensors("1"))},
+		{"digest": secret.String(), "size": int64(1<<63 - 1)},
+		{"digest": nowhere.String(), "size": 20},
+	} {
+		l["mediaType"], l["annotations"] = foreign, map[string]string{api.AnnotationFilepath: "model.safetensors"}
+		ref := fmt.Sprintf("evil%d", i)
+		s.want(201, "PUT", api.PathManifest("mal/y", ref), s.manifest("mal/y", []desc{l}, nil), "Content-Type", manifestType)
+	}
+	s.want(404, "GET", api.PathBlob("mal/y", secret), nil)
+	if a := s.want(200, "GET", "/v1/bases", nil); !strings.Contains(string(a.body), `"bases":[]`) {
+		t.Errorf("a base was made of a blob that the repository does not hold: %s", a.body)
+	}
+}
+
+// What the index would refuse is refused before the store keeps it, or no later start would get past it.
+func TestNothingIsKeptThatTheIndexRefuses(t *testing.T) {
+	s := newServer(t)
+	zero := "sha256:" + strings.Repeat("0", 64)
+	s.want(400, "PUT", api.PathManifest("team/x", "v1"), indexOf(zero), "Content-Type", indexType)
+	s.base("team/model", "v1", "m", "1")
+	before := s.export()
+	s.stop()
+	s.start()
+	if err := s.reg.Reindex(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if got := s.export(); got != before {
+		t.Errorf("export changed:\n%s\nwas\n%s", got, before)
+	}
+}
+
+// Pushes that are under way while the index is rebuilt are in it afterwards, and so is all that came before.
+func TestReindexBesidePushes(t *testing.T) {
+	const before, beside = 300, 40
+	s := newServer(t)
+	for i := range before {
+		s.want(201, "PUT", api.PathManifest("team/x", fmt.Sprint("a", i)), indexOf(), "Content-Type", indexType)
+	}
+	body := indexOf(identity.Sum([]byte("child")).String())
+	var pushes []net.Conn
+	for i := range beside { // admitted before the rebuild, and complete only while it runs
+		pushes = append(pushes, s.half("PUT", api.PathManifest("team/y", fmt.Sprint("b", i)), len(body), body[:len(body)-1]))
+	}
+	done := make(chan error, 1)
+	go func() { done <- s.reg.Reindex(t.Context()) }()
+	for len(done) == 0 && s.do("GET", "/readyz", nil).status == 200 {
+	}
+	for _, c := range pushes {
+		if _, err := c.Write(body[len(body)-1:]); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := <-done; err != nil {
+		t.Fatal(err)
+	}
+	acknowledged := before
+	for _, c := range pushes {
+		a, err := http.ReadResponse(bufio.NewReader(c), nil)
+		switch {
+		case err != nil:
+			t.Fatal(err)
+		case a.StatusCode == 201:
+			acknowledged++
+		case a.StatusCode != 503: // which is for those that were not admitted in time
+			t.Fatal(a)
+		}
+	}
+	if n := strings.Count(s.export(), `"type":"tag"`); n != acknowledged {
+		t.Errorf("%d tags are left of %d", n, acknowledged)
+	}
+}
+
+// A blob file that was cut short costs its model the classification, not the store its service; and the model is itself
+// again when the blob is back.
+func TestTruncatedBlob(t *testing.T) {
+	s := newServer(t)
+	agg, d := s.base("team/model", "v1", "m", "1")
+	s.base("team/other", "v1", "o", "2")
+	m := s.want(200, "GET", api.PathManifest("team/model", d.String()), nil)
+	good := safetensors("1")
+	path := findBlob(t, s.dir, identity.Sum(good))
+	for _, left := range []int{3, 0} {
+		cut(t, path, good[:left])
+		if err := s.reg.Reindex(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		s.want(200, "GET", api.PathManifest("team/model", d.String()), nil)
+		s.want(200, "GET", api.PathManifest("team/other", "v1"), nil)
+		s.want(404, "GET", api.PathBase(agg), nil)
+	}
+	cut(t, path, good)
+	s.want(201, "PUT", api.PathManifest("team/model", "v1"), m.body, "Content-Type", manifestType)
+	s.want(200, "GET", api.PathBase(agg), nil)
+}
+
+func findBlob(t *testing.T, dir string, d identity.Digest) (path string) {
+	t.Helper()
+	err := filepath.WalkDir(dir, func(p string, _ os.DirEntry, err error) error {
+		if filepath.Base(p) == d.Hex() {
+			path = p
+		}
+		return err
+	})
+	if err != nil || path == "" {
+		t.Fatalf("no file of blob %s: %v", d, err)
+	}
+	return path
+}
+
+func cut(t *testing.T, path string, b []byte) {
+	t.Helper()
+	if err := os.Chmod(path, 0o644); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(path, b, 0o644); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// A page of artifacts ends before their annotations make it large.
+func TestArtifactPageIsBounded(t *testing.T) {
+	s := newServer(t)
+	agg, d := s.base("team/model", "v1", "m", "1")
+	l := s.layer("team/model", api.MediaTypeWeight, "adapter_model.safetensors", safetensors("lora"))
+	for i := range 5 {
+		more := map[string]any{"subject": desc{"mediaType": manifestType, "digest": d.String(), "size": 1},
+			"annotations": map[string]string{"note": strings.Repeat("x", 1<<20), "n": fmt.Sprint(i)}}
+		if a := s.put("team/model", fmt.Sprintf("a%d", i), s.manifest("team/model", []desc{l}, more)); a.status != 201 {
+			t.Fatal(a)
+		}
+	}
+	seen, after, pages := 0, "", 0
+	for ; pages == 0 || after != ""; pages++ {
+		a := s.want(200, "GET", api.PathArtifacts(agg)+"?limit=1000&kind=adapter&after="+after, nil)
+		if len(a.body) > 6<<20 {
+			t.Fatalf("a page has %d bytes", len(a.body))
+		}
+		seen += bytes.Count(a.body, []byte(`"note"`))
+		after = ""
+		if _, rest, ok := bytes.Cut(a.body, []byte(`"next":"`)); ok {
+			after, _, _ = strings.Cut(string(rest), `"`)
+		}
+	}
+	if seen != 5 || pages < 2 {
+		t.Errorf("%d artifacts on %d pages", seen, pages)
+	}
+}
+
+// A body of another length than its Content-Range says is refused, also where the length is not announced.
+func TestChunkOfAnotherLength(t *testing.T) {
+	s := newServer(t)
+	for _, body := range []string{"ab", "abcdefghij"} {
+		at := s.begin("team/model")
+		if a := s.stream("PATCH", at, body, "Content-Range", "0-4"); a.status != 400 || a.code() != api.CodeSizeInvalid {
+			t.Errorf("%d bytes as 0-4: %d %s", len(body), a.status, a.body)
+		}
+	}
+	if a := s.stream("PATCH", s.begin("team/model"), "abcde", "Content-Range", "0-4"); a.status != 202 {
+		t.Errorf("5 bytes as 0-4: %d %s", a.status, a.body)
+	}
+}
+
+// stream sends a request without saying how long its body is.
+func (s *server) stream(method, path, body string, header ...string) answer {
+	s.t.Helper()
+	r, w := io.Pipe()
+	go func() {
+		_, err := io.WriteString(w, body)
+		w.CloseWithError(err)
+	}()
+	req, err := http.NewRequest(method, s.url(path), r)
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	for i := 0; i < len(header); i += 2 {
+		req.Header.Set(header[i], header[i+1])
+	}
+	return s.send(req)
+}
