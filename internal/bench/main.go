@@ -34,7 +34,7 @@ type bench struct {
 	dir    string // scratch
 	size   int64  // bytes of a large blob
 	rounds int
-	pushes int // manifests of the index table
+	pushes int // manifests in the filled repository of the index table
 	out    io.Writer
 	client *client
 }
