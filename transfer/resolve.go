@@ -333,24 +333,76 @@ func ResolveAggregate(ctx context.Context, c *client.Client, a identity.Aggregat
 	return e.Plans[0], nil
 }
 
-// Pages yields what a registry says about a base, page by page.
+// maxPages ends a listing that goes on for ever: a million entries with the pages of a registry of this project.
+const maxPages = 10_000
+
+// ErrListing: a server's listing can't be read to its end.
+var ErrListing = errors.New("the listing does not end")
+
+// Pages yields what a registry says about a base, page by page. ErrListing.
 func Pages(ctx context.Context, c *client.Client, a identity.Aggregate) iter.Seq2[api.Base, error] {
-	return func(yield func(api.Base, error) bool) {
-		for after := ""; ; {
-			var page api.Base
-			err := c.Retry(ctx, a.String(), func() (err error) {
-				page, err = c.BasePage(ctx, a, after, 0)
+	return pages(ctx, c, a.String(), func(after string) (page api.Base, next string, items int, err error) {
+		page, err = c.BasePage(ctx, a, after, 0)
+		for _, p := range page.Packagings {
+			items += len(p.Manifests)
+		}
+		return page, page.Next, items, err
+	})
+}
+
+// ArtifactPages yields what a registry says was made from a base, page by page of at most limit. An empty kind or repo
+// means all. ErrListing.
+func ArtifactPages(ctx context.Context, c *client.Client, a identity.Aggregate, kind api.Kind, repo string, limit int) (
+	all iter.Seq2[api.ArtifactList, error],
+) {
+	return pages(ctx, c, a.String(), func(after string) (page api.ArtifactList, next string, items int, err error) {
+		page, err = c.Artifacts(ctx, a, kind, repo, after, limit)
+		return page, page.Next, len(page.Artifacts), err
+	})
+}
+
+// pages follows the cursors of a listing: fetch returns the page after one, the next cursor, and the number of items on
+// the page. The last pair has an error, or else a page that no other one follows.
+func pages[T any](
+	ctx context.Context, c *client.Client, what string, fetch func(after string) (page T, next string, items int, err error),
+) iter.Seq2[T, error] {
+	return func(yield func(T, error) bool) {
+		seen := map[identity.Digest]bool{} // cursors, of any length
+		for after, n := "", 1; ; n++ {
+			var page T
+			var next string
+			var items int
+			err := c.Retry(ctx, what, func() (err error) {
+				page, next, items, err = fetch(after)
 				return err
 			})
-			if err == nil && page.Next != "" && page.Next == after {
-				err = fmt.Errorf("%s: the listing does not go on after %q", c.Host(), after)
+			if err == nil && next != "" {
+				err = goesOn(seen, next, items, n)
 			}
-			if !yield(page, err) || err != nil || page.Next == "" {
+			if err != nil {
+				err = fmt.Errorf("page %d of %s: %w", n, c.Host(), err)
+			}
+			if !yield(page, err) || err != nil || next == "" {
 				return
 			}
-			after = page.Next
+			after = next
 		}
 	}
+}
+
+// goesOn says why the page after the nth, at the cursor next, would lead nowhere.
+func goesOn(seen map[identity.Digest]bool, next string, items, n int) error {
+	cursor := identity.Sum([]byte(next))
+	switch {
+	case items == 0:
+		return fmt.Errorf("%w: an empty page names %.80q as the next one", ErrListing, next)
+	case seen[cursor]:
+		return fmt.Errorf("%w: %.80q is named as the next page twice", ErrListing, next)
+	case n == maxPages:
+		return fmt.Errorf("%w: more than %d pages", ErrListing, maxPages)
+	}
+	seen[cursor] = true
+	return nil
 }
 
 // newest returns the newest manifest of each packaging, newest first.

@@ -97,12 +97,7 @@ func (f *findFlags) packagings(ctx context.Context, c *client.Client, a identity
 }
 
 func (f *findFlags) artifacts(ctx context.Context, c *client.Client, a identity.Aggregate, out *findings) error {
-	for after := ""; ; {
-		var page api.ArtifactList
-		err := c.Retry(ctx, a.String(), func() (err error) {
-			page, err = c.Artifacts(ctx, a, api.Kind(f.kind), f.repo, after, findPage)
-			return err
-		})
+	for page, err := range transfer.ArtifactPages(ctx, c, a, api.Kind(f.kind), f.repo, findPage) {
 		if err != nil {
 			return err
 		}
@@ -111,14 +106,11 @@ func (f *findFlags) artifacts(ctx context.Context, c *client.Client, a identity.
 				out.artifact(x)
 			}
 		}
-		if err := out.flush(); err != nil || page.Next == "" {
+		if err := out.flush(); err != nil {
 			return err
 		}
-		if page.Next == after {
-			return fmt.Errorf("%s: the listing does not go on after %q", c.Host(), after)
-		}
-		after = page.Next
 	}
+	return nil
 }
 
 // findings writes a row as soon as its page is there: a listing has no bound.

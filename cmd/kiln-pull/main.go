@@ -89,6 +89,8 @@ func explain(err error) error {
 		code = cli.CodeUsage
 	case errors.Is(err, transfer.ErrNoTag):
 		code, hint = cli.CodeUsage, "add :TAG or @sha256:…"
+	case errors.Is(err, transfer.ErrListing):
+		code, hint = cli.CodeUnreachable, "the registry is at fault; a REF names one artifact of it"
 	case errors.Is(err, transfer.ErrArtifact), errors.Is(err, staging.ErrCollides):
 		code = cli.CodeBadInput
 	case errors.As(err, &packagings):

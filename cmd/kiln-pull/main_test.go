@@ -68,6 +68,10 @@ func lie(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	if strings.HasSuffix(r.URL.Path, "/artifacts") {
+		if r.URL.Query().Get("kind") == "eval" {
+			fmt.Fprint(w, `{"artifacts":[],"next":"more"}`)
+			return
+		}
 		fmt.Fprintf(w, `{"artifacts":[{"kind":"\u001b[1m",`+held+`,"binding":{"evidence":"\u001b[0m"}}]}`, 2)
 		return
 	}
