@@ -5,7 +5,6 @@ package access
 import (
 	"crypto/sha256"
 	"crypto/subtle"
-	"errors"
 	"fmt"
 	"io/fs"
 	"log/slog"
@@ -229,7 +228,7 @@ func readFile(path string) (*ruleset, error) {
 		return nil, fmt.Errorf("token file: %w", err)
 	}
 	if len(b) > maxFile {
-		return nil, errors.New("token file: larger than 16 MiB")
+		return nil, fmt.Errorf("token file %s: larger than 16 MiB", path)
 	}
 	f, err := ParseFile(b)
 	if err != nil {

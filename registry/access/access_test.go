@@ -7,6 +7,8 @@ import (
 	"net/http"
 	"os"
 	"path/filepath"
+	"reflect"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -74,6 +76,78 @@ func TestFileIsStrict(t *testing.T) {
 	} {
 		if _, err := ParseFile([]byte(bad)); err == nil {
 			t.Errorf("%s: was taken", name)
+		}
+	}
+}
+
+// What is wrong with a file is one line for people: where, what, and what is allowed.
+func TestErrorsOfAFile(t *testing.T) {
+	_, sum := NewSecret()
+	entry := func(more string) string {
+		return "version: 1\ntokens:\n- name: ci\n  sha256: " + sum + "\n" + more
+	}
+	for bad, want := range map[string]string{
+		"":                                        "empty: want version: 1",
+		"# nothing\n":                             "empty: want version: 1",
+		"version: 1\nadmin: yes\n":                `line 2: "admin" is unknown in the file: want version, anonymous, tokens`,
+		"version: one\n":                          "line 1: version: want 1",
+		"version: 1\ntokens: frob\n":              "line 2: tokens: want a list",
+		"frob\n":                                  "line 1: the file: want version, anonymous, tokens",
+		"version: 1\nversion: 1\n":                `line 2: "version" occurs twice in the file`,
+		"version: [\n":                            "not YAML: line ",
+		"a\x01b":                                  "not YAML: ",
+		"version: 1\n---\nversion: 1\n":           "more than one YAML document",
+		"version: 1\n--- [\n":                     "not YAML: ",
+		"version: 1\ntokens: [x]\n":               "line 2: a token: want name, sha256, expires, allow",
+		entry("  pull: yes\n"):                    `line 5: "pull" is unknown in a token: want name, sha256, expires, allow`,
+		entry("  expires:\n"):                     "line 5: expires: want a time, as 2030-01-31T12:00:00Z",
+		entry("  expires: tomorrow\n"):            "line 5: expires: want a time, as 2030-01-31T12:00:00Z",
+		entry("  expires: 0001-01-01\n"):          "line 5: expires: want a time",
+		entry("  allow: {actions: [pull]}\n"):     "line 5: allow: want a list",
+		entry("  allow: [{repository: x}]\n"):     `line 5: "repository" is unknown in a rule: want repositories, actions`,
+		entry("  allow: [{actions: [[]]}]\n"):     "line 5: actions: want a text",
+		entry("  allow: [{actions: pull}]\n"):     "line 5: actions: want a list",
+		entry("- {name: [], sha256: x}\n"):        "line 5: name: want a text",
+		entry("- {name: \"a\\nb\", sha256: x}\n"): `token 2 ("a\nb"): name must have`,
+		entry("- {name: a b, sha256: x}\n"):       `token 2 ("a b"): name must have`,
+		entry("- {name: \"a\\u202eb\"}\n"):        "name must have",
+	} {
+		_, err := ParseFile([]byte(bad))
+		if err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%q: got %v, want %s", bad, err, want)
+			continue
+		}
+		for _, no := range []string{"\n", "access.", "unmarshal", "yaml:"} {
+			if strings.Contains(err.Error(), no) {
+				t.Errorf("%q: %q in %q", bad, no, err)
+			}
+		}
+	}
+}
+
+func TestWhatAFileMayHold(t *testing.T) {
+	_, sum := NewSecret()
+	f, err := ParseFile([]byte("version: 1\nanonymous: &all\n- {repositories: [a/*], actions: [pull]}\ntokens:\n" +
+		"- name: 7\n  sha256: " + sum + "\n  expires: 2031-02-03T04:05:06Z\n  allow: *all\n"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := Rule{[]string{"a/*"}, []Action{Pull}}
+	expires := time.Date(2031, 2, 3, 4, 5, 6, 0, time.UTC)
+	if got := f.Tokens[0]; got.Name != "7" || got.SHA256 != sum || !got.Expires.Equal(expires) ||
+		!slices.Equal(got.Allow[0].Repositories, want.Repositories) || !slices.Equal(got.Allow[0].Actions, want.Actions) {
+		t.Errorf("%+v", f)
+	}
+	b, err := f.Marshal()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if again, err := ParseFile(b); err != nil || !reflect.DeepEqual(again, f) {
+		t.Errorf("%+v, %v", again, err)
+	}
+	for _, empty := range []string{"version: 1\n", "version: 1\ntokens:\nanonymous: []\n"} {
+		if _, err := ParseFile([]byte(empty)); err != nil {
+			t.Error(err)
 		}
 	}
 }

@@ -8,11 +8,12 @@ import (
 	"encoding/hex"
 	"errors"
 	"fmt"
-	"io"
 	"regexp"
 	"slices"
 	"strings"
 	"time"
+	"unicode"
+	"unicode/utf8"
 
 	"go.yaml.in/yaml/v3"
 )
@@ -56,24 +57,6 @@ func NewSecret() (secret, sum string) {
 	return secret, hex.EncodeToString(h[:])
 }
 
-// ParseFile reads a token file and checks all of it.
-func ParseFile(b []byte) (File, error) {
-	var f File
-	dec := yaml.NewDecoder(bytes.NewReader(b))
-	dec.KnownFields(true)
-	if err := dec.Decode(&f); err != nil {
-		if errors.Is(err, io.EOF) {
-			err = errors.New("empty")
-		}
-		return File{}, err
-	}
-	if err := dec.Decode(new(yaml.Node)); !errors.Is(err, io.EOF) {
-		return File{}, errors.New("more than one YAML document")
-	}
-	_, err := f.compile()
-	return f, err
-}
-
 // Marshal returns the file's text. It does not check it.
 func (f File) Marshal() ([]byte, error) {
 	var buf bytes.Buffer
@@ -111,7 +94,7 @@ func (r rule) allows(a Action, repo string) bool {
 
 func (f File) compile() (*ruleset, error) {
 	if f.Version != FileVersion {
-		return nil, fmt.Errorf("version is %d, want %d", f.Version, FileVersion)
+		return nil, fmt.Errorf("version: got %d, want %d", f.Version, FileVersion)
 	}
 	anonymous, err := compileRules(f.Anonymous)
 	if err != nil {
@@ -122,10 +105,10 @@ func (f File) compile() (*ruleset, error) {
 	for i, t := range f.Tokens {
 		c, err := t.compile()
 		if err != nil {
-			return nil, fmt.Errorf("token %d (%s): %w", i+1, t.Name, err)
+			return nil, fmt.Errorf("token %d (%q): %w", i+1, t.Name, err)
 		}
 		if names[c.name] || hashes[c.hash] {
-			return nil, fmt.Errorf("token %d (%s): name or sha256 occurs twice", i+1, t.Name)
+			return nil, fmt.Errorf("token %d (%q): name or sha256 occurs twice", i+1, t.Name)
 		}
 		names[c.name], hashes[c.hash] = true, true
 		s.tokens = append(s.tokens, c)
@@ -134,9 +117,8 @@ func (f File) compile() (*ruleset, error) {
 }
 
 func (t Token) compile() (token, error) {
-	if t.Name == "" || len(t.Name) > 128 ||
-		strings.ContainsFunc(t.Name, func(c rune) bool { return c < ' ' || c == 0x7f }) {
-		return token{}, errors.New("name must have 1 to 128 bytes and no control characters")
+	if !validName(t.Name) {
+		return token{}, errors.New("name must have 1 to 128 bytes, all of them printable text without spaces")
 	}
 	sum, err := hex.DecodeString(t.SHA256)
 	if err != nil || len(sum) != sha256.Size {
@@ -144,6 +126,12 @@ func (t Token) compile() (token, error) {
 	}
 	rules, err := compileRules(t.Allow)
 	return token{t.Name, [sha256.Size]byte(sum), t.Expires, rules}, err
+}
+
+// validName keeps names that can't be told apart, or that would break a line, out of logs.
+func validName(s string) bool {
+	hidden := func(c rune) bool { return c == ' ' || !unicode.IsPrint(c) }
+	return s != "" && len(s) <= 128 && utf8.ValidString(s) && !strings.ContainsFunc(s, hidden)
 }
 
 func compileRules(in []Rule) ([]rule, error) {
