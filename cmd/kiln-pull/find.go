@@ -147,11 +147,15 @@ func (o *findings) base(s identity.Summary, packaging identity.Digest, h api.Hel
 	o.row(api.KindBase, h, "packaging "+packaging.Hex()[:12])
 }
 
-func shards(n int) string {
+func shards(n int) string { return plural(n, "shard", "shards") }
+
+func files(n int) string { return plural(n, "file", "files") }
+
+func plural(n int, one, many string) string {
 	if n == 1 {
-		return "1 shard"
+		return "1 " + one
 	}
-	return fmt.Sprintf("%d shards", n)
+	return fmt.Sprintf("%d %s", n, many)
 }
 
 func (o *findings) artifact(x api.Artifact) {
@@ -166,7 +170,7 @@ func (o *findings) artifact(x api.Artifact) {
 func (o *findings) head(title func() string) {
 	if o.rows++; o.rows == 1 && o.table != nil {
 		fmt.Fprintln(o.table, title())
-		fmt.Fprintln(o.table, "KIND\tREPOSITORY\tTAGS\tDIGEST\tCREATED\t")
+		fmt.Fprintln(o.table, "KIND\tREPOSITORY\tTAGS\tDIGEST\tCREATED\tNOTE")
 	}
 }
 

@@ -123,8 +123,8 @@ func writePulled(w io.Writer, asJSON bool, plan transfer.Plan, done transfer.Pul
 	case out.Already:
 		fmt.Fprintf(t, "state\talready there, verified at %s\n", at)
 	default:
-		fmt.Fprintf(t, "state\tpulled, verified at %s: %s received, %s resumed, %d files reused\n", at,
-			cli.Bytes(out.Received), cli.Bytes(out.Resumed), out.Reused)
+		fmt.Fprintf(t, "state\tpulled, verified at %s: %s received, %s resumed, %s reused\n", at,
+			cli.Bytes(out.Received), cli.Bytes(out.Resumed), files(out.Reused))
 	}
 	return t.Flush()
 }

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -8,6 +9,7 @@ import (
 	"io"
 	"io/fs"
 	"os"
+	"slices"
 	"strings"
 	"text/tabwriter"
 	"time"
@@ -15,6 +17,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/identity/safetensors"
 	"github.com/kiln-registry/kiln-registry/internal/cli"
 	"github.com/kiln-registry/kiln-registry/internal/cli/progress"
 	"github.com/kiln-registry/kiln-registry/transfer"
@@ -58,6 +61,7 @@ type verdict struct {
 	Aggregate identity.Aggregate `json:"aggregate_sha256,omitzero"` // of the folder, where it was computed or matched
 	Note      string             `json:"note,omitempty"`
 	transfer.Verified
+	unknown bool // which files differ
 }
 
 func (f *verifyFlags) verify(ctx context.Context, dir string, stdout, stderr io.Writer) error {
@@ -166,17 +170,20 @@ func (f *verifyFlags) options(extra bool, show *progress.Show) transfer.VerifyOp
 
 // manifest compares every shard.
 func (f *verifyFlags) manifest(ctx context.Context, m identity.Manifest, v *verdict, show *progress.Show) (err error) {
-	var want []staging.File
-	for _, s := range m.Shards {
-		want = append(want, staging.File{Name: s.Filename, Size: int64(s.Size), Digest: s.Digest})
-	}
 	v.Against = "shard manifest " + f.against
 	v.Note = "only the shards were compared"
-	v.Verified, err = transfer.Verify(ctx, v.Folder, want, f.options(false, show))
+	v.Verified, err = transfer.Verify(ctx, v.Folder, filesOf(m), f.options(false, show))
 	if v.Match = len(v.Findings) == 0; v.Match {
 		v.Aggregate = m.Aggregate
 	}
 	return err
+}
+
+func filesOf(m identity.Manifest) (files []staging.File) {
+	for _, s := range m.Shards {
+		files = append(files, staging.File{Name: s.Filename, Size: int64(s.Size), Digest: s.Digest})
+	}
+	return files
 }
 
 // manifestFile reads a shard manifest, if the argument names a file.
@@ -219,65 +226,100 @@ func sum(ctx context.Context, dir string, show *progress.Show) (identity.Manifes
 	return got.Manifest, err
 }
 
-// aggregate compares the base weights as a whole and, where they differ, says in what if that can be had.
+// aggregate compares the base weights as a whole and, where they differ, says in what if that can be had. A folder whose
+// shards are refused is not that base either.
 func (f *verifyFlags) aggregate(ctx context.Context, s source, known staging.Records, v *verdict, show *progress.Show) error {
+	v.Against = "base " + s.aggregate.String()
 	m, err := sum(ctx, v.Folder, show)
-	if err != nil {
+	var rule *safetensors.Error
+	if err != nil && !errors.As(err, &rule) {
 		return err
 	}
-	v.Against = "base " + s.aggregate.String()
-	v.Aggregate, v.Files, v.Bytes = m.Aggregate, len(m.Shards), int64(m.TotalSize)
-	if v.Match = m.Aggregate == s.aggregate; v.Match {
+	v.Aggregate = m.Aggregate
+	if v.Match = rule == nil && m.Aggregate == s.aggregate; v.Match {
+		v.Files, v.Bytes = len(m.Shards), int64(m.TotalSize)
 		v.Note = "the base weights are the same; other files were not compared"
 		return nil
 	}
-	v.Files, v.Bytes = 0, 0
-	if known.Complete != nil && known.Complete.Aggregate == s.aggregate {
-		v.Findings = differing(m, known.Complete.Files)
-		return nil
+	want, err := f.shardsOf(ctx, s, known)
+	switch {
+	case err != nil:
+		v.unknown = true
+		v.Note = "which files differ is not known: " + err.Error()
+	case rule == nil:
+		v.Verified = between(m, want)
+	default:
+		if v.Verified, err = transfer.Verify(ctx, v.Folder, filesOf(want), f.options(false, show)); err != nil {
+			return err
+		}
 	}
-	c, err := f.Client(s.host, nil)
-	if err != nil {
-		return err
+	if rule != nil && len(v.Findings) == 0 {
+		v.refused(rule)
 	}
-	defer c.Close()
-	want, err := c.BaseManifest(ctx, s.aggregate)
-	if err != nil {
-		v.Note = "in what they differ could not be told: " + err.Error()
-		return nil
-	}
-	var files []staging.File
-	for _, x := range identity.Compare(m, want).OnlyB {
-		files = append(files, staging.File{Name: x.Filename, Size: int64(x.Size), Digest: x.Digest})
-	}
-	v.Findings = differing(m, files)
 	return nil
 }
 
-// differing names the shards of m that are not what files of the same name should be, and those that it lacks.
-func differing(m identity.Manifest, files []staging.File) (found []transfer.Finding) {
-	for _, w := range files {
-		if !strings.HasSuffix(w.Name, ".safetensors") || strings.Contains(w.Name, "/") {
+// refused adds what a rule says of the folder.
+func (v *verdict) refused(rule *safetensors.Error) {
+	if rule.File != "" {
+		v.Findings = append(v.Findings, transfer.Finding{Name: rule.File, Code: transfer.FindingCode(rule.Code)})
+	}
+	v.Note = strings.TrimPrefix(v.Note+"; "+rule.Error(), "; ")
+}
+
+// shardsOf returns the shards of the base that is wanted: from the record of the pull, else from the registry.
+func (f *verifyFlags) shardsOf(ctx context.Context, s source, known staging.Records) (identity.Manifest, error) {
+	for _, r := range []*staging.Record{known.Complete, known.Started} {
+		if r == nil || r.Aggregate != s.aggregate {
 			continue
 		}
-		x := transfer.Finding{Name: w.Name, Code: transfer.FileMissing, WantSize: w.Size, Want: w.Digest}
-		for _, s := range m.Shards {
-			if s.Filename == w.Name {
-				x.GotSize, x.Got, x.Code = int64(s.Size), s.Digest, transfer.FileMismatch
+		var shards []identity.Shard
+		for _, x := range r.Files {
+			if strings.HasSuffix(x.Name, identity.Extension) && !strings.Contains(x.Name, "/") {
+				shards = append(shards, identity.Shard{Filename: x.Name, Size: uint64(x.Size), Digest: x.Digest})
 			}
 		}
+		if m, err := identity.New(shards); err == nil && m.Aggregate == s.aggregate {
+			return m, nil
+		}
+	}
+	c, err := f.Client(s.host, nil)
+	if err != nil {
+		return identity.Manifest{}, err
+	}
+	defer c.Close()
+	return c.BaseManifest(ctx, s.aggregate)
+}
+
+// between names the shards in which a folder with the shards got differs from want, whatever they are called.
+func between(got, want identity.Manifest) (v transfer.Verified) {
+	d := identity.Compare(got, want)
+	v.Files, v.Bytes = len(got.Shards)-len(d.OnlyA), int64(got.TotalSize)
+	extra := map[string]identity.Shard{}
+	for _, s := range d.OnlyA {
+		extra[s.Filename] = s
+		v.Bytes -= int64(s.Size)
+	}
+	for _, w := range d.OnlyB {
+		s, there := extra[w.Filename]
+		delete(extra, w.Filename)
+		x := transfer.Finding{Name: w.Filename, Code: transfer.FileMismatch, WantSize: int64(w.Size), GotSize: int64(s.Size),
+			Want: w.Digest, Got: s.Digest}
 		switch {
-		case x.Code == transfer.FileMissing:
-		case x.Got == w.Digest:
-			continue
-		case x.GotSize < w.Size:
+		case !there:
+			x.Code = transfer.FileMissing
+		case s.Size < w.Size:
 			x.Code = transfer.FileShort
-		case x.GotSize > w.Size:
+		case s.Size > w.Size:
 			x.Code = transfer.FileLong
 		}
-		found = append(found, x)
+		v.Findings = append(v.Findings, x)
 	}
-	return found
+	for _, s := range extra {
+		v.Findings = append(v.Findings, transfer.Finding{Name: s.Filename, Code: transfer.FileExtra, GotSize: int64(s.Size)})
+	}
+	slices.SortFunc(v.Findings, func(a, b transfer.Finding) int { return cmp.Compare(a.Name, b.Name) })
+	return v
 }
 
 func (v verdict) write(w io.Writer, asJSON bool) error {
@@ -299,9 +341,12 @@ func (v verdict) write(w io.Writer, asJSON bool) error {
 	case v.Against == "":
 		fmt.Fprintf(t, "shards\t%d, %s\n", v.Files, cli.Bytes(v.Bytes))
 	case v.Match:
-		fmt.Fprintf(t, "state\tverified at %s: %d files, %s\n", time.Now().UTC().Format(time.RFC3339), v.Files, cli.Bytes(v.Bytes))
+		fmt.Fprintf(t, "state\tverified at %s: %s, %s\n", time.Now().UTC().Format(time.RFC3339), files(v.Files), cli.Bytes(v.Bytes))
+	case v.unknown:
+		fmt.Fprintf(t, "state\tdiffers\n")
 	default:
-		fmt.Fprintf(t, "state\tdiffers: %d files match, %d do not\n", v.Files, len(v.Findings))
+		fmt.Fprintf(t, "state\tdiffers: %s, %s\n", plural(v.Files, "file matches", "files match"),
+			plural(len(v.Findings), "does not", "do not"))
 	}
 	if v.Note != "" {
 		fmt.Fprintf(t, "note\t%s\n", v.Note)
