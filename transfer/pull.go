@@ -60,7 +60,7 @@ type Pulled struct {
 // left, if it is that of the artifact and was not touched since it was verified. Damage to a folder that was pulled is
 // repaired; any other folder that is not empty is ErrOccupied.
 //
-// The errors are staging.ErrBusy, staging.ErrCollides, staging.ErrLost, ErrOccupied, ErrTarget, *SpaceError and
+// The errors are staging.ErrBusy, staging.ErrCollides, staging.ErrForeign, staging.ErrLost, ErrOccupied, ErrTarget, *SpaceError and
 // *FetchError. After each of them dir is as it was.
 func Pull(ctx context.Context, c *client.Client, plan Plan, dir string, o PullOptions) (Pulled, error) {
 	if o.Jobs <= 0 {
@@ -131,6 +131,9 @@ func (p *pull) look() error {
 	p.occupied, p.may, p.extra, p.use = false, false, nil, nil
 	there, err := list(p.done.Target)
 	if err != nil || len(there) == 0 {
+		return err
+	}
+	if err := staging.Trust(p.done.Target); err != nil {
 		return err
 	}
 	known, err := staging.Known(p.done.Target)

@@ -42,6 +42,9 @@ const (
 // ErrCollides: the filesystem holds two of the names for one, or can't hold a name at all.
 var ErrCollides = errors.New("the file names do not fit this filesystem")
 
+// ErrForeign: what lies beside the target, where an area should be, is not a folder or is somebody else's.
+var ErrForeign = errors.New("not a folder of this user")
+
 // Options says how to open an Area. The zero value is ready to use.
 type Options struct {
 	Notify func(string)  // told what was taken over, one line each; nil: nobody
@@ -94,9 +97,48 @@ func dirOf(target string) string {
 	return filepath.Join(filepath.Dir(target), "."+filepath.Base(target)+".kiln")
 }
 
+// Trust says whether what lies beside a target may be believed and written to: nil if there is nothing, or a real folder
+// that belongs to this user, or to root or the owner of the folder above, who can replace it anyway; else ErrForeign.
+func Trust(target string) error {
+	dir := dirOf(target)
+	fi, err := realDir(dir)
+	if err != nil || fi == nil {
+		return err
+	}
+	up, err := os.Stat(filepath.Dir(dir))
+	if err != nil {
+		return err
+	}
+	owner := ownerOf(fi)
+	if foreign(owner, ownerOf(up), uint32(os.Geteuid())) {
+		return fmt.Errorf("%s: %w: it belongs to user %d", dir, ErrForeign, owner)
+	}
+	return nil
+}
+
+func ownerOf(fi fs.FileInfo) uint32 { return fi.Sys().(*syscall.Stat_t).Uid }
+
+func foreign(owner, above, me uint32) bool { return owner != me && owner != above && owner != 0 }
+
+// realDir looks at the folder of an area without following a link. It is nil where there is nothing.
+func realDir(dir string) (fs.FileInfo, error) {
+	switch fi, err := os.Lstat(dir); {
+	case errors.Is(err, fs.ErrNotExist), errors.Is(err, syscall.ENOTDIR):
+		return nil, nil
+	case err != nil:
+		return nil, err
+	case fi.Mode()&fs.ModeSymlink != 0:
+		return nil, fmt.Errorf("%s: %w: it is a symbolic link", dir, ErrForeign)
+	case !fi.IsDir():
+		return nil, fmt.Errorf("%s: %w: it is a file", dir, ErrForeign)
+	default:
+		return fi, nil
+	}
+}
+
 // Open takes the area of a target, which must be in the form that Target returns, and makes the folders above it. What
 // an earlier pull left is kept: also that of a process that is gone, which Open finds out at once on this machine, and
-// within about twelve beats on another. ErrBusy: a pull is at work.
+// within about twelve beats on another. ErrBusy: a pull is at work. ErrForeign: see Trust.
 func Open(ctx context.Context, target string, o Options) (*Area, error) {
 	if o.Beat == 0 {
 		o.Beat = time.Second
@@ -111,7 +153,13 @@ func Open(ctx context.Context, target string, o Options) (*Area, error) {
 	if err != nil {
 		return nil, err
 	}
+	if err := Trust(target); err != nil { // before a link is followed
+		return nil, err
+	}
 	if err := a.disk.MkdirAll(a.dir, 0o777); err != nil {
+		return nil, err
+	}
+	if err := Trust(target); err != nil { // somebody else may have been quicker
 		return nil, err
 	}
 	if a.owner, err = claim(ctx, filepath.Join(a.dir, ownerName), me, o); err != nil {

@@ -71,9 +71,13 @@ type Records struct {
 	Received int64   // bytes of Started's files that are kept for the next try
 }
 
-// Known reads what lies beside a target. Nothing there is no error. A pull may be at work at the same time.
+// Known reads what lies beside a target. Nothing there is no error, and a link there is ErrForeign. A pull may be at work
+// at the same time. The records of another user are read; Trust says whether to believe them.
 func Known(target string) (k Records, err error) {
 	dir := dirOf(target)
+	if fi, err := realDir(dir); err != nil || fi == nil {
+		return k, err
+	}
 	if k.Complete, err = readRecord(filepath.Join(dir, completeName)); err != nil {
 		return k, err
 	}
