@@ -229,7 +229,7 @@ type Comparison struct {
 	OnlyA        []identity.Shard `json:"-"` // of shards whose bytes the other side lacks; empty where they are not known
 	OnlyB        []identity.Shard `json:"-"`
 	Listed       bool             `json:"listed"`                  // the shards of both sides are known
-	SameTensors  bool             `json:"same_tensors"`            // all are equal by content; only the packaging differs
+	SameTensors  *bool            `json:"same_tensors,omitempty"`  // all are equal by content; nil: they were not compared
 	TensorReason string           `json:"tensor_reason,omitempty"` // why they differ, or were not compared
 }
 
@@ -246,7 +246,7 @@ func Compare(ctx context.Context, a, b Side) (Comparison, error) {
 		return c, fmt.Errorf("%s and %s name one aggregate, but not the same count and size of shards: one of them is wrong",
 			a.Name, b.Name)
 	case c.Same:
-		c.SameTensors = true
+		c.SameTensors = new(true)
 	case !c.Listed:
 		c.TensorReason = "the shards of one side are not known"
 	case a.shard == nil || b.shard == nil:
@@ -256,7 +256,7 @@ func Compare(ctx context.Context, a, b Side) (Comparison, error) {
 		if err != nil {
 			return c, fmt.Errorf("compare tensors: %w", err)
 		}
-		c.SameTensors, c.TensorReason = reason == "", reason
+		c.SameTensors, c.TensorReason = new(reason == ""), reason
 	}
 	return c, nil
 }

@@ -115,7 +115,7 @@ func TestCompareFolders(t *testing.T) {
 		},
 	} {
 		got, err := compare(t, dir, folderOf(t, test.files))
-		if err != nil || got.Same != test.same || got.SameTensors != test.tensors || len(got.OnlyA) != test.onlyA ||
+		if err != nil || got.Same != test.same || got.SameTensors == nil || *got.SameTensors != test.tensors || len(got.OnlyA) != test.onlyA ||
 			len(got.OnlyB) != test.onlyB || got.TensorReason != test.reason {
 			t.Errorf("%s: %+v, %v", name, got, err)
 		}
@@ -135,7 +135,7 @@ func TestCompareReferences(t *testing.T) {
 	if got, err := compare(t, dir, ref("split")); err != nil || !got.Same {
 		t.Errorf("folder and reference: %+v, %v", got, err)
 	}
-	if got, err := compare(t, dir, ref("one")); err != nil || got.Same || !got.SameTensors {
+	if got, err := compare(t, dir, ref("one")); err != nil || got.Same || got.SameTensors == nil || !*got.SameTensors {
 		t.Errorf("folder and repackaged reference: %+v, %v", got, err)
 	}
 	// The connection breaks in the middle of a blob; what was read of it stays read.
@@ -143,7 +143,7 @@ func TestCompareReferences(t *testing.T) {
 		w.Header().Set("Content-Length", "999999")
 		panic(http.ErrAbortHandler)
 	}))
-	if got, err := compare(t, ref("one"), ref("split")); err != nil || got.Same || !got.SameTensors {
+	if got, err := compare(t, ref("one"), ref("split")); err != nil || got.Same || got.SameTensors == nil || !*got.SameTensors {
 		t.Errorf("two references: %+v, %v", got, err)
 	}
 	if _, err := compare(t, ref("none"), dir); !errors.Is(err, transfer.ErrNoIdentity) {
@@ -185,7 +185,8 @@ func TestCompareSides(t *testing.T) {
 		if got, err := compare(t, dir, name); err != nil || !got.Same {
 			t.Errorf("%s: %+v, %v", name, got, err)
 		}
-		if got, err := compare(t, name, other); err != nil || got.Same || got.SameTensors || (got.TensorReason == "") {
+		if got, err := compare(t, name, other); err != nil || got.Same || (got.SameTensors == nil) != (name != dir) ||
+			got.TensorReason == "" {
 			t.Errorf("%s against another: %+v, %v", name, got, err)
 		}
 	}

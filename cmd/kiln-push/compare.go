@@ -105,7 +105,7 @@ func writeComparison(stdout io.Writer, c transfer.Comparison) error {
 		}
 	}
 	switch {
-	case c.SameTensors:
+	case c.SameTensors != nil && *c.SameTensors:
 		_, e := fmt.Fprintln(stdout, "every tensor is equal by content; only the packaging differs (files or headers)")
 		err = errors.Join(err, e)
 	case c.TensorReason != "":
