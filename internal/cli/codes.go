@@ -81,7 +81,7 @@ func systemCode(err error) int {
 	switch {
 	case errors.Is(err, context.Canceled), errors.Is(err, syscall.EINTR):
 		return CodeTryAgain
-	case errors.As(err, &op), isTLS(err):
+	case errors.As(err, &op), isTLS(err), errors.Is(err, http.ErrSchemeMismatch):
 		return CodeUnreachable
 	case full(err), errors.Is(err, fs.ErrPermission), errors.Is(err, syscall.EROFS), errors.Is(err, syscall.EIO):
 		return CodeDisk
@@ -117,7 +117,7 @@ func hintOf(err error) string {
 	switch {
 	case errors.As(err, &h):
 		return h.text
-	case errors.As(err, &record):
+	case errors.As(err, &record), errors.Is(err, http.ErrSchemeMismatch):
 		return "if that registry speaks plain HTTP, add --plain-http"
 	case isTLS(err):
 		return "--ca-file names the certificates to trust"
