@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"io"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"slices"
@@ -312,6 +313,46 @@ func TestSnapshot(t *testing.T) {
 	}
 	if found, _ := filepath.Glob(filepath.Join(parent, ".kiln-*")); len(found) != 0 {
 		t.Errorf("left behind: %v", found)
+	}
+}
+
+// TestSnapshotLeftovers: what a killed process left goes with the next snapshot, and what another one uses stays.
+func TestSnapshotLeftovers(t *testing.T) {
+	parent := filepath.Join(t.TempDir(), "a[1-2]*b")
+	dir := filepath.Join(parent, "model")
+	if err := os.MkdirAll(dir, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	write(t, dir, map[string][]byte{"model.safetensors": shard(100)})
+	f, err := Open(dir, Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	live, remove, err := f.Snapshot(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	dead, file := filepath.Join(parent, ".kiln-model-snapshot-1"), filepath.Join(parent, ".kiln-model-snapshot-2")
+	if err := os.Mkdir(dead, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	write(t, dead, map[string][]byte{"model.safetensors": shard(100)})
+	write(t, parent, map[string][]byte{filepath.Base(file): nil})
+	_, removeNext, err := f.Snapshot(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := os.Lstat(dead); !errors.Is(err, fs.ErrNotExist) {
+		t.Errorf("the leftover: %v", err)
+	}
+	if _, err := os.Lstat(file); err != nil {
+		t.Errorf("a file of such a name: %v", err)
+	}
+	if _, err := live.Sum(t.Context(), nil); err != nil {
+		t.Errorf("the snapshot in use: %v", err)
+	}
+	if err := errors.Join(remove(), removeNext()); err != nil {
+		t.Error(err)
 	}
 }
 
