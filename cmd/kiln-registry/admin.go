@@ -14,6 +14,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/kiln-registry/kiln-registry/internal/cli"
 	"github.com/kiln-registry/kiln-registry/registry/access"
 )
 
@@ -33,12 +34,8 @@ func ask(ctx context.Context, dir, method, path string) (*http.Response, error) 
 		return nil, err
 	}
 	resp, err := client.Do(req)
-	var op *net.OpError
-	if errors.As(err, &op) && op.Op == "dial" && !errors.Is(err, os.ErrPermission) {
-		return nil, errNoServer
-	}
 	if err != nil {
-		return nil, err
+		return nil, notAsked(dir, err)
 	}
 	if resp.StatusCode != http.StatusOK {
 		defer resp.Body.Close()
@@ -48,11 +45,34 @@ func ask(ctx context.Context, dir, method, path string) (*http.Response, error) 
 	return resp, nil
 }
 
+// notAsked tells why the administration socket gave no answer.
+func notAsked(dir string, err error) error {
+	var op *net.OpError
+	switch {
+	case errors.Is(err, context.Canceled):
+		return err
+	case errors.Is(err, os.ErrPermission):
+		return cli.Hint(
+			cli.Exit(cli.CodeDisk, fmt.Errorf("store %s: %w", dir, err)),
+			"the store belongs to another user: run this as the user that runs the registry",
+		)
+	case errors.As(err, &op) && op.Op == "dial":
+		return errNoServer
+	}
+	return cli.Hint(
+		cli.Exit(cli.CodeTryAgain, fmt.Errorf("store %s: the server did not answer to the end: %w", dir, err)),
+		"it may have stopped: run the command again, and look into its log if that does not help",
+	)
+}
+
 func exportCommand(stderr io.Writer) *cobra.Command {
 	var s store
 	cmd := &cobra.Command{
 		Use: "export", Short: "Print all manifests and tags, one JSON object a line", Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
+			if err := s.check(); err != nil {
+				return err
+			}
 			resp, err := ask(cmd.Context(), s.dir, http.MethodGet, "/export")
 			switch {
 			case err == nil:
@@ -64,7 +84,7 @@ func exportCommand(stderr io.Writer) *cobra.Command {
 			}
 			return withFiles(cmd.Context(), s.dir, false, stderr, func(p *parts) error {
 				if err := p.reg.Replay(cmd.Context()); err != nil {
-					return damaged(s.dir, err)
+					return notReplayed(s.dir, err)
 				}
 				return p.reg.Export(cmd.Context(), cmd.OutOrStdout())
 			})
@@ -81,6 +101,9 @@ func reindexCommand(stderr io.Writer) *cobra.Command {
 		Long: `Make the index anew from the store: every acknowledged manifest, tag and delete is in it again. Open
 uploads are forgotten. A running server does it itself and answers 503 meanwhile.`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
+			if err := s.check(); err != nil {
+				return err
+			}
 			resp, err := ask(cmd.Context(), s.dir, http.MethodPost, "/reindex")
 			if err == nil {
 				return resp.Body.Close()
@@ -90,7 +113,7 @@ uploads are forgotten. A running server does it itself and answers 503 meanwhile
 			}
 			return withFiles(cmd.Context(), s.dir, true, stderr, func(p *parts) error {
 				if err := p.reg.Replay(cmd.Context()); err != nil {
-					return err
+					return notReplayed(s.dir, err)
 				}
 				return os.RemoveAll(filepath.Join(s.dir, indexFile) + ".old")
 			})

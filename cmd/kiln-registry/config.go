@@ -7,10 +7,9 @@ import (
 	"io"
 	"io/fs"
 	"log/slog"
-	"net"
-	"net/netip"
 	"os"
 	"path/filepath"
+	"syscall"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -65,13 +64,33 @@ func (s *store) bind(cmd *cobra.Command) {
 	cmd.Flags().StringVar(&s.dir, "store", defaultStore, "folder that holds everything")
 }
 
+func (s *store) check() error {
+	if s.dir == "" {
+		return cli.Hint(cli.Usagef("--store is empty"), "name the folder, or leave --store out for ./"+defaultStore)
+	}
+	return nil
+}
+
 // prepare makes the folder a store where that was asked for: by --init, or by a first start on the default folder.
 func (s *store) prepare() error {
 	_, err := os.Lstat(s.dir)
 	if first := !s.given && errors.Is(err, fs.ErrNotExist); !first && !s.init {
 		return nil
 	}
+	if err := private(s.dir); err != nil {
+		return fmt.Errorf("make store %s: %w", s.dir, err)
+	}
 	return notStore(fsstore.Init(s.dir))
+}
+
+// private makes the folder of a new store for this user alone, as files in it can be read by everybody who gets in. The
+// mode of a folder that is there already is its owner's choice.
+func private(dir string) error {
+	var disk durable.Disk
+	if err := disk.MkdirAll(filepath.Dir(dir), 0o755); err != nil {
+		return err
+	}
+	return disk.Mkdir(0o700, dir)
 }
 
 func notStore(err error) error {
@@ -149,6 +168,24 @@ func (o opening) openIndex(ctx context.Context) (*index.Index, error) {
 	return ix, nil
 }
 
+// notReplayed says what to do when the index can't be brought level with the store. It is never a matter of an address
+// or of another server, whatever the error looks like.
+func notReplayed(dir string, err error) error {
+	hint := fmt.Sprintf("check the disk; kiln-registry reindex --store %q makes the index anew", dir)
+	switch {
+	case errors.Is(err, context.Canceled):
+		return err
+	case errors.Is(err, index.ErrDamaged), errors.Is(err, index.ErrInUse):
+		return damaged(dir, err)
+	case errors.Is(err, blobstore.ErrDamaged):
+		hint = fmt.Sprintf("the store lacks records that the index knows: put refs.log back from a backup, "+
+			"or go on with what is left by kiln-registry reindex --store %q", dir)
+	case errors.Is(err, blobstore.ErrNoSpace), errors.Is(err, syscall.ENOSPC), errors.Is(err, syscall.EDQUOT):
+		hint = "free some space on the disk of the store, and start again"
+	}
+	return cli.Hint(cli.Exit(cli.CodeDisk, err), hint)
+}
+
 func damaged(dir string, err error) error {
 	switch {
 	case errors.Is(err, index.ErrDamaged):
@@ -163,16 +200,3 @@ func damaged(dir string, err error) error {
 }
 
 func (p *parts) close() error { return errors.Join(p.ix.Close(), p.store.Close()) }
-
-// isLoopback says whether a listen address can be reached from this machine only.
-func isLoopback(addr string) bool {
-	host, _, err := net.SplitHostPort(addr)
-	if err != nil {
-		return false
-	}
-	if host == "localhost" {
-		return true
-	}
-	ip, err := netip.ParseAddr(host)
-	return err == nil && ip.IsLoopback()
-}

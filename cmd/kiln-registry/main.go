@@ -15,9 +15,10 @@ func main() { cli.Main(run) }
 
 func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	root := &cobra.Command{
-		Use:   "kiln-registry",
-		Short: "A registry of model weights that finds them by their bytes",
-		Args:  cobra.NoArgs,
+		Use:     "kiln-registry",
+		Short:   "A registry of model weights that finds them by their bytes",
+		Version: cli.Version(),
+		Args:    cobra.NoArgs,
 	}
 	root.AddCommand(serveCommand(stderr), tokenCommand(), exportCommand(stderr), reindexCommand(stderr), versionCommand())
 	return cli.Execute(ctx, root, args, stdout, stderr)

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"log/slog"
 	"net"
 	"net/http"
@@ -48,9 +49,8 @@ func serveCommand(stderr io.Writer) *cobra.Command {
 		Short: "Serve a store over HTTP",
 		Long: `Serve a store over HTTP.
 
-With no flags: ` + cli.DefaultRegistry + `, data in ./` + defaultStore + `,
-	which is made on first start. Without --token-file every caller may
-do everything, and only loopback addresses are taken.`,
+With no flags: ` + cli.DefaultRegistry + `, data in ./` + defaultStore + `, which is made on first start. Without
+--token-file every caller may do everything, and only loopback addresses are taken.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			s.given = cmd.Flags().Changed("store")
@@ -85,11 +85,13 @@ func (s *serving) run(ctx context.Context, stdout, stderr io.Writer) error {
 	if err := s.check(); err != nil {
 		return err
 	}
-	gate := access.Open()
-	if s.tokenFile != "" {
-		if gate, err = access.Load(s.tokenFile, log); err != nil {
-			return cli.Exit(cli.CodeBadInput, err)
-		}
+	gate, err := s.gate(log)
+	if err != nil {
+		return err
+	}
+	certificates, err := s.certificates()
+	if err != nil {
+		return err
 	}
 	if err := s.prepare(); err != nil {
 		return err
@@ -98,13 +100,25 @@ func (s *serving) run(ctx context.Context, stdout, stderr io.Writer) error {
 	if err != nil {
 		return err
 	}
-	err = s.serve(ctx, p, stdout, log)
+	err = s.serve(ctx, p, certificates, stdout, log)
 	return errors.Join(err, p.close())
 }
 
-// check refuses what would open the registry to everybody by mistake.
+// check refuses flags that make no sense, and what would open the registry to everybody by mistake.
 func (s *serving) check() error {
+	if err := s.store.check(); err != nil {
+		return err
+	}
+	if err := checkAddr(s.addr); err != nil {
+		return err
+	}
 	switch {
+	case s.idle <= 0:
+		return cli.Usagef("--idle-timeout %s: want more than 0", s.idle)
+	case s.drain < 0:
+		return cli.Usagef("--drain-timeout %s: want 0 or more", s.drain)
+	case s.unready < 0:
+		return cli.Usagef("--drain-delay %s: want 0 or more", s.unready)
 	case (s.cert == "") != (s.key == ""):
 		return cli.Usagef("--tls-cert and --tls-key go together")
 	case s.tokenFile == "" && !isLoopback(s.addr) && !s.insecureOpen:
@@ -116,19 +130,42 @@ func (s *serving) check() error {
 	return nil
 }
 
-func (s *serving) serve(ctx context.Context, p *parts, stdout io.Writer, log *slog.Logger) error {
-	l, err := net.Listen("tcp", s.addr)
+func (s *serving) gate(log *slog.Logger) (*access.Gate, error) {
+	if s.tokenFile == "" {
+		return access.Open(), nil
+	}
+	gate, err := access.Load(s.tokenFile, log)
+	var path *fs.PathError
+	switch {
+	case err == nil:
+		return gate, nil
+	case errors.Is(err, fs.ErrNotExist):
+		return nil, cli.Hint(
+			cli.Exit(cli.CodeNotFound, err),
+			fmt.Sprintf("kiln-registry token create NAME --token-file %s --repo 'team/**' makes it", s.tokenFile),
+		)
+	case errors.As(err, &path):
+		return nil, cli.Hint(err, "the user that runs the registry must be able to read the file of --token-file")
+	}
+	return nil, cli.Exit(cli.CodeBadInput, err)
+}
+
+func (s *serving) serve(
+	ctx context.Context, p *parts, certificates []tls.Certificate, stdout io.Writer, log *slog.Logger,
+) error {
+	l, err := listen(s.addr)
 	if err != nil {
-		return cli.Exit(cli.CodeUsage, err)
+		return err
 	}
 	var requests inFlight
 	server := newServer(requests.count(p.reg), log)
+	server.TLSConfig.Certificates = certificates
 	admin, closeAdmin := listenAdmin(p, requests.count(p.reg.Admin()), log)
 	defer closeAdmin()
 	defer requests.wait()
 	failed := make(chan error, 1)
 	go func() { failed <- s.accept(server, l) }()
-	fmt.Fprintf(stdout, "listening on %s://%s\n", s.scheme(), l.Addr())
+	fmt.Fprintf(stdout, "listening on %s://%s\n", s.scheme(), shown(s.addr, l.Addr()))
 
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
@@ -136,7 +173,7 @@ func (s *serving) serve(ctx context.Context, p *parts, stdout io.Writer, log *sl
 	go func() {
 		defer close(chores)
 		if err := p.reg.Replay(ctx); err != nil && ctx.Err() == nil {
-			cancel(damaged(p.dir, err))
+			cancel(notReplayed(p.dir, err))
 			return
 		}
 		purge(ctx, p, log)
@@ -175,7 +212,7 @@ func (s *serving) scheme() string {
 
 func (s *serving) accept(server *http.Server, l net.Listener) error {
 	if s.cert != "" {
-		return server.ServeTLS(l, s.cert, s.key)
+		return server.ServeTLS(l, "", "") // the certificates are in its configuration
 	}
 	return server.Serve(l)
 }

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
+	"path/filepath"
 	"slices"
 	"time"
 
@@ -16,10 +17,23 @@ import (
 )
 
 func tokenCommand() *cobra.Command {
-	cmd := &cobra.Command{Use: "token", Short: "Make tokens", Args: cobra.NoArgs}
+	cmd := &cobra.Command{
+		Use: "token COMMAND", Short: "Make tokens", DisableFlagsInUseLine: true,
+		Args: func(cmd *cobra.Command, args []string) error {
+			if len(args) == 0 {
+				return fmt.Errorf("%s: want a command: create", cmd.CommandPath())
+			}
+			return fmt.Errorf("unknown command %q for %q: want create", args[0], cmd.CommandPath())
+		},
+		// Cobra answers a command without RunE with its help and success, whatever it was asked.
+		RunE: func(*cobra.Command, []string) error { return nil },
+	}
 	cmd.AddCommand(tokenCreateCommand())
 	return cmd
 }
+
+// maxExpires bounds --expires, so that a slip of the finger is not a token for ever.
+const maxExpires = 100 * 365 * 24 * time.Hour
 
 // newToken is what token create was asked for.
 type newToken struct {
@@ -38,6 +52,9 @@ func tokenCreateCommand() *cobra.Command {
 hash of the secret. A running server takes the change with its next request.`,
 		Args: cobra.ExactArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
+			if err := t.check(); err != nil {
+				return err
+			}
 			secret, err := t.create(args[0], time.Now())
 			if err != nil {
 				return err
@@ -62,6 +79,27 @@ hash of the secret. A running server takes the change with its next request.`,
 		}
 	}
 	return cmd
+}
+
+// check refuses what is no token file and no time to live.
+func (t *newToken) check() error {
+	if t.expires != 0 && (t.expires < time.Second || t.expires > maxExpires) {
+		return cli.Hint(
+			cli.Usagef("--expires %s: want 1s to %.0fh, or 0 for a token that never expires", t.expires, maxExpires.Hours()),
+			"--expires 720h is 30 days",
+		)
+	}
+	if t.file == "" {
+		return cli.Hint(cli.Usagef("--token-file is empty"), "name a file, as --token-file tokens.yaml")
+	}
+	folder := filepath.Dir(t.file)
+	if _, err := os.Stat(folder); errors.Is(err, fs.ErrNotExist) {
+		return cli.Hint(
+			cli.Exit(cli.CodeNotFound, fmt.Errorf("token file %s: there is no folder %s", t.file, folder)),
+			"check --token-file; a missing folder is not made, as its name may be a slip",
+		)
+	}
+	return nil
 }
 
 func (t *newToken) create(name string, now time.Time) (secret string, err error) {

@@ -107,6 +107,7 @@ func TestErrorsOfAFile(t *testing.T) {
 		entry("  allow: [{repository: x}]\n"):     `line 5: "repository" is unknown in a rule: want repositories, actions`,
 		entry("  allow: [{actions: [[]]}]\n"):     "line 5: actions: want a text",
 		entry("  allow: [{actions: pull}]\n"):     "line 5: actions: want a list",
+		entry("- {name: !!binary aGk=}\n"):        "line 5: name: want a text",
 		entry("- {name: [], sha256: x}\n"):        "line 5: name: want a text",
 		entry("- {name: \"a\\nb\", sha256: x}\n"): `token 2 ("a\nb"): name must have`,
 		entry("- {name: a b, sha256: x}\n"):       `token 2 ("a b"): name must have`,

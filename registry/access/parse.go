@@ -139,7 +139,7 @@ func list[T any](n *yaml.Node, what string, read func(*yaml.Node) (T, error)) ([
 
 func readText(what string) func(*yaml.Node) (string, error) {
 	return func(n *yaml.Node) (string, error) {
-		if n = target(n); n.Kind != yaml.ScalarNode || isNull(n) {
+		if n = target(n); n.Kind != yaml.ScalarNode || isNull(n) || n.ShortTag() == "!!binary" {
 			return "", at(n, "%s: want a text", what)
 		}
 		return n.Value, nil
