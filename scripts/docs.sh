@@ -5,16 +5,17 @@ set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 cases=${KILN_CASES:-$root/../shared/cases}
 [ ! -d "$cases" ] || { KILN_CASES=$(cd "$cases" && pwd) && export KILN_CASES; }
-copy=$(mktemp -d)
-trap 'chmod -R u+w "$copy"; rm -rf "$copy"' EXIT
+scratch=$(mktemp -d)
+copy=$scratch/checkout
+trap 'chmod -R u+w "$scratch"; rm -rf "$scratch"' EXIT
 trap 'exit 130' INT TERM
+mkdir "$copy" "$scratch/tmp"
 cd "$root"
 git ls-files -z --cached --others --exclude-standard | while IFS= read -r -d '' file; do
   [ ! -e "$file" ] || printf '%s\0' "$file"
 done | xargs -0 cp --parents -t "$copy"
 cd "$copy"
-mkdir tmp
-export TMPDIR=$copy/tmp PATH=$copy/.bin:$PATH
+export TMPDIR=$scratch/tmp PATH=$copy/.bin:$PATH
 make build
 
 blocks=0
