@@ -60,6 +60,9 @@ func OpenSide(ctx context.Context, name string, dial Dial, o folder.Options, w W
 	case err == nil:
 		return fileSide(name)
 	}
+	if _, is, err := ParseAggregate(name); is {
+		return Side{}, err
+	}
 	ref, err := client.ParseReference(name)
 	if err != nil {
 		return Side{}, fmt.Errorf("%.200q is no directory, file, aggregate or address, and as a reference: %w", name, err)

@@ -21,6 +21,8 @@ const defaultJobs = 8
 var (
 	// ErrOccupied: the target holds something that was not pulled there, or something else than is asked for now.
 	ErrOccupied = errors.New("the target is occupied")
+	// ErrExtra: what is at the target has files that the artifact lacks.
+	ErrExtra = errors.New("files that are not part of the artifact")
 	// ErrTarget: a folder can't be put there in one step.
 	ErrTarget = errors.New("no place for a folder")
 )
@@ -151,9 +153,13 @@ func (p *pull) look() error {
 	switch {
 	case p.may:
 	case known.Complete != nil && !ours:
-		return fmt.Errorf("%w: %s holds %s@%s", ErrOccupied, p.done.Target, known.Complete.Repository, known.Complete.Manifest)
+		err := fmt.Errorf("%w: %s holds %s@%s", ErrOccupied, p.done.Target, known.Complete.Repository, known.Complete.Manifest)
+		if len(p.extra) > 0 {
+			err = fmt.Errorf("%w, and %w: %s", err, ErrExtra, some(p.extra))
+		}
+		return err
 	case len(p.extra) > 0:
-		return fmt.Errorf("%w: %s holds files that are not part of the artifact: %s", ErrOccupied, p.done.Target, some(p.extra))
+		return fmt.Errorf("%w: %s holds %w: %s", ErrOccupied, p.done.Target, ErrExtra, some(p.extra))
 	case known.Started == nil || !known.Started.Same(p.plan.Record):
 		return p.noRecord()
 	}

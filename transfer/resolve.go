@@ -10,6 +10,7 @@ import (
 	"iter"
 	"maps"
 	"math"
+	"regexp"
 	"slices"
 	"strings"
 	"unicode/utf8"
@@ -310,14 +311,14 @@ func (e *PackagingsError) Error() string {
 
 // ResolveAggregate finds an artifact that holds the base with an aggregate: the newest one that the caller may pull, in
 // one repository or, if repo is empty, in any. Where the choice would decide about more than weights, it is a
-// *PackagingsError. A base that is not there is api.ErrAggregateUnknown.
+// *PackagingsError. A base that is not there is api.ErrAggregateUnknown, and *ElsewhereError if other repositories hold it.
 func ResolveAggregate(ctx context.Context, c *client.Client, a identity.Aggregate, repo string) (Plan, error) {
 	held, err := newest(ctx, c, a, repo)
 	if err != nil {
 		return Plan{}, fmt.Errorf("resolve base %s: %w", a, err)
 	}
 	if len(held) == 0 {
-		return Plan{}, fmt.Errorf("resolve base %s in repository %q: %w", a, repo, api.ErrAggregateUnknown)
+		return Plan{}, elsewhere(ctx, c, a, repo)
 	}
 	e := &PackagingsError{Aggregate: a, More: max(0, len(held)-maxCompared)}
 	for _, h := range held[:len(held)-e.More] {
@@ -338,6 +339,89 @@ const maxPages = 10_000
 
 // ErrListing: a server's listing can't be read to its end.
 var ErrListing = errors.New("the listing does not end")
+
+// MaxElsewhere is how many repositories an ElsewhereError names.
+const MaxElsewhere = 5
+
+// ElsewhereError: a base is not in the repository that was named, but in others. It is an api.ErrAggregateUnknown.
+type ElsewhereError struct {
+	Aggregate    identity.Aggregate
+	Repo         string
+	Repositories []string // that hold it; more than MaxElsewhere of them are not named
+}
+
+// Error names some of the repositories.
+func (e *ElsewhereError) Error() string {
+	held, more := e.Repositories, ""
+	if len(held) > MaxElsewhere {
+		held, more = held[:MaxElsewhere], " and more"
+	}
+	return fmt.Sprintf("base %s is not in repository %q; it is in %s%s", e.Aggregate, e.Repo, strings.Join(held, ", "), more)
+}
+
+// Unwrap returns api.ErrAggregateUnknown.
+func (e *ElsewhereError) Unwrap() error { return api.ErrAggregateUnknown }
+
+// elsewhere is the error for a base that repo lacks.
+func elsewhere(ctx context.Context, c *client.Client, a identity.Aggregate, repo string) error {
+	e := &ElsewhereError{Aggregate: a, Repo: repo}
+	for page, err := range Pages(ctx, c, a) {
+		if err != nil {
+			return fmt.Errorf("resolve base %s: %w", a, err)
+		}
+		for _, p := range page.Packagings {
+			for _, h := range p.Manifests {
+				if !slices.Contains(e.Repositories, h.Repository) {
+					e.Repositories = append(e.Repositories, h.Repository)
+				}
+			}
+		}
+		if len(e.Repositories) > MaxElsewhere {
+			break
+		}
+	}
+	if len(e.Repositories) == 0 {
+		return fmt.Errorf("resolve base %s in repository %q: %w", a, repo, api.ErrAggregateUnknown)
+	}
+	return e
+}
+
+// AggregateError: a text is meant as an aggregate and is spelled in another way.
+type AggregateError struct {
+	Given string
+	Meant identity.Aggregate // zero: can't be told
+}
+
+// Error says how an aggregate is spelled.
+func (e *AggregateError) Error() string {
+	return fmt.Sprintf("%.200q is no aggregate, which is sha256: and 64 lowercase hex digits", e.Given)
+}
+
+// Hint says what was most likely meant.
+func (e *AggregateError) Hint() string {
+	if e.Meant.IsZero() {
+		return "kiln-push identify DIR prints the aggregate of a folder"
+	}
+	return "write it as " + e.Meant.String()
+}
+
+// digestLike matches what looks like a digest of some kind: with the name of a hash in front, or of the right length.
+var digestLike = regexp.MustCompile(`^(?i)(sha-?[0-9]+:[^/]*|[0-9a-f]{64})$`)
+
+// ParseAggregate reads an aggregate. is says whether the text is meant as one; if it is not spelled as one, err is an
+// *AggregateError.
+func ParseAggregate(s string) (a identity.Aggregate, is bool, err error) {
+	if !digestLike.MatchString(s) {
+		return a, false, nil
+	}
+	if a, err = identity.ParseAggregate(s); err == nil {
+		return a, true, nil
+	}
+	e := &AggregateError{Given: s}
+	hex := strings.TrimPrefix(strings.TrimPrefix(strings.ToLower(s), "sha256:"), "sha-256:")
+	e.Meant, _ = identity.ParseAggregate("sha256:" + hex) // zero where that is none either
+	return identity.Aggregate{}, true, e
+}
 
 // Pages yields what a registry says about a base, page by page. ErrListing.
 func Pages(ctx context.Context, c *client.Client, a identity.Aggregate) iter.Seq2[api.Base, error] {

@@ -222,3 +222,28 @@ func TestVerify(t *testing.T) {
 		t.Error("a file was verified as a folder")
 	}
 }
+
+func TestParseAggregate(t *testing.T) {
+	hex := strings.Repeat("0a", 32)
+	for given, hint := range map[string]string{
+		hex:                              "write it as sha256:" + hex,
+		"SHA256:" + strings.ToUpper(hex): "write it as sha256:" + hex,
+		"sha-256:" + hex:                 "write it as sha256:" + hex,
+		"sha512:" + hex:                  "kiln-push identify",
+		"sha256:" + hex[1:]:              "kiln-push identify",
+	} {
+		_, is, err := transfer.ParseAggregate(given)
+		if odd, ok := err.(*transfer.AggregateError); !is || !ok || !strings.Contains(odd.Hint(), hint) ||
+			!strings.Contains(odd.Error(), "64 lowercase hex") {
+			t.Errorf("%s: %v, %v; want hint %q", given, is, err, hint)
+		}
+	}
+	if a, is, err := transfer.ParseAggregate("sha256:" + hex); !is || err != nil || a.Hex() != hex {
+		t.Errorf("%v, %v, %v", a, is, err)
+	}
+	for _, given := range []string{"model", "sha256", "host:5000/sha256:v1", "sha256:5000/team/model:v1", hex + "/model"} {
+		if _, is, err := transfer.ParseAggregate(given); is || err != nil {
+			t.Errorf("%s: %v, %v", given, is, err)
+		}
+	}
+}

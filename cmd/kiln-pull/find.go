@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"slices"
 	"strings"
 	"text/tabwriter"
 	"time"
@@ -33,9 +34,12 @@ func findCommand() *cobra.Command {
 		Short: "List where a base is held, and what was made from it",
 		Args:  cobra.ExactArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			a, err := identity.ParseAggregate(args[0])
+			a, is, err := transfer.ParseAggregate(args[0])
+			if !is {
+				err = cli.Hint(cli.Usagef("%.200q is no aggregate", args[0]), "kiln-push identify DIR prints the aggregate of a folder")
+			}
 			if err != nil {
-				return cli.Hint(cli.Exit(cli.CodeUsage, err), "kiln-push identify DIR prints the aggregate of a folder")
+				return err
 			}
 			return f.find(cmd.Context(), a, cmd.OutOrStdout(), cmd.ErrOrStderr())
 		},
@@ -71,8 +75,12 @@ func (f *findFlags) find(ctx context.Context, a identity.Aggregate, stdout, stde
 			return err
 		}
 	}
+	if out.rows == 0 && len(out.elsewhere) > 0 {
+		return &transfer.ElsewhereError{Aggregate: a, Repo: f.repo, Repositories: out.elsewhere}
+	}
 	if out.rows == 0 {
-		return cli.Exit(cli.CodeNotFound, fmt.Errorf("%s: nothing of %s that may be pulled", f.registry, a))
+		err := fmt.Errorf("%s: nothing of %s that may be pulled", f.registry, a)
+		return cli.Hint(cli.Exit(cli.CodeNotFound, err), unknownBase)
 	}
 	return out.flush()
 }
@@ -86,6 +94,8 @@ func (f *findFlags) packagings(ctx context.Context, c *client.Client, a identity
 			for _, h := range p.Manifests {
 				if f.repo == "" || f.repo == h.Repository {
 					out.base(page.Identity, p.ID, h)
+				} else if !slices.Contains(out.elsewhere, h.Repository) && len(out.elsewhere) <= transfer.MaxElsewhere {
+					out.elsewhere = append(out.elsewhere, h.Repository)
 				}
 			}
 		}
@@ -119,6 +129,8 @@ type findings struct {
 	json  *json.Encoder
 	table *tabwriter.Writer
 	err   error
+
+	elsewhere []string // repositories that were not asked for and hold the base; a few of them
 }
 
 func newFindings(w io.Writer, asJSON bool) *findings {

@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"strings"
 	"syscall"
 
 	"github.com/spf13/cobra"
@@ -14,6 +13,7 @@ import (
 	"github.com/kiln-registry/kiln-registry/api"
 	"github.com/kiln-registry/kiln-registry/api/client"
 	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/identity/safetensors"
 	"github.com/kiln-registry/kiln-registry/internal/cli"
 	"github.com/kiln-registry/kiln-registry/transfer"
 	"github.com/kiln-registry/kiln-registry/transfer/staging"
@@ -45,9 +45,12 @@ type source struct {
 
 // parseSource reads REF|AGGREGATE.
 func parseSource(arg, registry, repo string) (s source, err error) {
-	if strings.HasPrefix(arg, "sha256:") {
-		s = source{host: registry, repo: repo}
-		s.aggregate, err = identity.ParseAggregate(arg)
+	a, is, err := transfer.ParseAggregate(arg)
+	if is {
+		s = source{host: registry, repo: repo, aggregate: a}
+		if err == nil && a.IsZero() {
+			err = fmt.Errorf("%s stands for no base", a)
+		}
 		if err == nil && repo != "" {
 			err = api.CheckRepo(repo)
 		}
@@ -72,11 +75,17 @@ func (s source) resolve(ctx context.Context, c *client.Client) (transfer.Plan, e
 	return transfer.Resolve(ctx, c, s.ref)
 }
 
+const unknownBase = "check the aggregate (kiln-push identify DIR prints that of a folder) and which registry is asked " +
+	"(--registry, $KILN_REGISTRY); only what the token may pull is seen"
+
 // explain gives the errors of a transfer their exit codes and hints.
 func explain(err error) error {
 	var space *transfer.SpaceError
 	var fetch *transfer.FetchError
 	var packagings *transfer.PackagingsError
+	var elsewhere *transfer.ElsewhereError
+	var odd *transfer.AggregateError
+	var rule *safetensors.Error
 	code, hint := 0, ""
 	switch {
 	case errors.Is(err, staging.ErrBusy):
@@ -86,7 +95,7 @@ func explain(err error) error {
 	case errors.Is(err, staging.ErrForeign):
 		code, hint = cli.CodeUsage, "name another folder, or remove what is there if nobody needs it"
 	case errors.Is(err, transfer.ErrOccupied):
-		code, hint = cli.CodeUsage, "name another folder; --replace replaces what is there, --repair keeps the files that match"
+		code = cli.CodeUsage
 	case errors.Is(err, transfer.ErrTarget):
 		code = cli.CodeUsage
 	case errors.Is(err, transfer.ErrNoTag):
@@ -106,6 +115,14 @@ func explain(err error) error {
 		code = cli.Code(err)
 		hint = fmt.Sprintf("what was received is kept; the same command fetches only the rest (%d of %d files)",
 			len(fetch.Failed), fetch.Total)
+	case errors.As(err, &odd):
+		code, hint = cli.CodeUsage, odd.Hint()
+	case errors.As(err, &elsewhere):
+		code, hint = cli.CodeNotFound, "name one of them with --repo, or none"
+	case errors.Is(err, api.ErrAggregateUnknown):
+		code, hint = cli.CodeNotFound, unknownBase
+	case errors.As(err, &rule) && rule.Code == safetensors.CodeSymlink:
+		code, hint = cli.CodeBadInput, "files behind links are not read here; cp -rL FOLDER COPY makes a folder of regular files"
 	default:
 		return err
 	}

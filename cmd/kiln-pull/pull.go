@@ -82,6 +82,13 @@ func (f *pullFlags) transfer(ctx context.Context, c *client.Client, s source, di
 	show.Note("pulling " + plan.Reference())
 	f.options.Watch = show.Watch
 	done, err = transfer.Pull(ctx, c, plan, dir, f.options)
+	if errors.Is(err, transfer.ErrOccupied) {
+		hint := "name another folder; --replace replaces what is there"
+		if !f.options.Repair && !errors.Is(err, transfer.ErrExtra) {
+			hint += ", --repair keeps the files that match"
+		}
+		err = cli.Hint(err, hint)
+	}
 	return done, plan, err
 }
 

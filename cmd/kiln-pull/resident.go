@@ -99,6 +99,8 @@ func explainLoad(err error) error {
 			"kiln-pull verify says which files differ; pulling again repairs a pulled folder")
 	case errors.Is(err, gpuload.ErrChanged), errors.Is(err, folder.ErrChanged):
 		return cli.Hint(cli.Exit(cli.CodeBadInput, err), "let whatever writes to the folder finish")
+	case errors.Is(err, transfer.ErrOccupied):
+		return cli.Hint(err, "name another --dir, or make it what it should be with kiln-pull pull, which has --replace and --repair")
 	case errors.Is(err, gpuload.ErrMemory):
 		return cli.Hint(cli.Exit(cli.CodeDevice, err),
 			"the weights are held whole; free some memory, or take a machine with more")

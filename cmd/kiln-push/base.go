@@ -47,7 +47,7 @@ func baseCommand() *cobra.Command {
 			})
 			if err != nil {
 				show.Abandon()
-				return explainPush(err)
+				return explainPush(explain(err))
 			}
 			show.Close()
 			warn(cmd.ErrOrStderr(), pushed.Warnings)

@@ -12,6 +12,7 @@ import (
 	"github.com/kiln-registry/kiln-registry/api"
 	"github.com/kiln-registry/kiln-registry/api/client"
 	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/identity/safetensors"
 	"github.com/kiln-registry/kiln-registry/internal/cli"
 	"github.com/kiln-registry/kiln-registry/internal/cli/progress"
 	"github.com/kiln-registry/kiln-registry/transfer"
@@ -33,7 +34,7 @@ func compareCommand() *cobra.Command {
 			c, err := compare(cmd.Context(), args[0], args[1], &flags, folder.Options{FollowLinks: follow}, show)
 			if err != nil {
 				show.Abandon()
-				return cli.Exit(cli.CodeUsage, explain(err))
+				return cli.Exit(cli.CodeUsage, explainCompare(err))
 			}
 			show.Close()
 			return printComparison(cmd.OutOrStdout(), c, flags.JSON)
@@ -42,6 +43,21 @@ func compareCommand() *cobra.Command {
 	flags.Bind(cmd)
 	cmd.Flags().BoolVar(&follow, "follow-links", false, "read the files behind links, as in a Hugging Face cache")
 	return cmd
+}
+
+// explainCompare adds hints that name only what compare has.
+func explainCompare(err error) error {
+	var rule *safetensors.Error
+	var odd *transfer.AggregateError
+	switch {
+	case errors.As(err, &odd):
+		return cli.Hint(err, odd.Hint())
+	case errors.Is(err, folder.ErrChanged):
+		return cli.Hint(err, "let whatever writes there finish; kiln-push identify --snapshot works from a private copy")
+	case errors.As(err, &rule) && rule.Code == safetensors.CodeSymlink:
+		return cli.Hint(err, followLinks)
+	}
+	return err
 }
 
 func compare(ctx context.Context, a, b string, flags *cli.Flags, o folder.Options, show *progress.Show) (

@@ -31,7 +31,7 @@ func identifyCommand() *cobra.Command {
 			sum, err := identify(cmd.Context(), args[0], o, r.snapshot, show.Watch)
 			if err != nil {
 				show.Abandon()
-				return err
+				return explain(err)
 			}
 			show.Close()
 			warn(cmd.ErrOrStderr(), sum.Warnings)

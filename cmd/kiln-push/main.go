@@ -10,7 +10,6 @@ import (
 
 	"github.com/kiln-registry/kiln-registry/identity/safetensors"
 	"github.com/kiln-registry/kiln-registry/internal/cli"
-	"github.com/kiln-registry/kiln-registry/transfer"
 	"github.com/kiln-registry/kiln-registry/transfer/folder"
 )
 
@@ -28,18 +27,18 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 		Args:    cobra.NoArgs,
 	}
 	root.AddCommand(identifyCommand(), compareCommand(), baseCommand())
-	return explain(cli.Execute(ctx, root, args, stdout, stderr))
+	return cli.Execute(ctx, root, args, stdout, stderr)
 }
 
-// explain gives the errors of a model folder their exit codes and hints.
+// explain gives the errors of a model folder their exit codes and hints, for a command that has the flags of reading.
 func explain(err error) error {
 	var rule *safetensors.Error
 	switch {
 	case errors.Is(err, folder.ErrChanged):
 		err = cli.Exit(cli.CodeBadInput, err)
 		return cli.Hint(err, "let whatever writes there finish, or work from a private copy: --snapshot")
-	case errors.Is(err, transfer.ErrNoIdentity):
-		return cli.Exit(cli.CodeUsage, err)
+	case errors.As(err, &rule) && rule.Code == safetensors.CodeSymlink:
+		return cli.Hint(err, followLinks)
 	case errors.As(err, &rule) && rule.Code == safetensors.WarnFamilyIncomplete:
 		return cli.Hint(err, "if that is the whole model, add --allow-incomplete-family")
 	case errors.As(err, &rule) && rule.Code == safetensors.CodeUnknownDType:
@@ -47,6 +46,8 @@ func explain(err error) error {
 	}
 	return err
 }
+
+const followLinks = "--follow-links reads what links lead to; a link that leads nowhere is a download that is not complete"
 
 // reading are the flags for reading a model folder.
 type reading struct {
@@ -62,6 +63,10 @@ func (r *reading) bind(cmd *cobra.Command) {
 // warn shows warnings, one line each.
 func warn(stderr io.Writer, warnings []safetensors.Warning) {
 	for _, w := range warnings {
-		cli.Warn(stderr, "%s (%s)", w.Message, w.Code)
+		text := w.Message
+		if w.Code == folder.WarnLinked {
+			text += "; --follow-links takes what they lead to"
+		}
+		cli.Warn(stderr, "%s (%s)", text, w.Code)
 	}
 }

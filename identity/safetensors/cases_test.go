@@ -40,7 +40,7 @@ var says = map[string][]string{
 	"ST-38": {"24 short"},
 	"ID-05": {"model-00002-of-00002.safetensors"},
 	"ID-13": {"text_encoder, unet, vae"},
-	"ID-15": {"hub cache", "--follow-links", "../../blobs/"},
+	"ID-15": {"hub cache", "must be regular", "../../blobs/"},
 	"ID-16": {"model-00002-of-00002.safetensors", "abababab", "missing"},
 	"ID-20": {"b.safetensors"},
 	"ID-22": {"folder"},

@@ -245,7 +245,7 @@ func refuseLink(e Entry) error {
 	if strings.Contains(e.Target, "blobs/") {
 		msg += ", as in a Hugging Face hub cache"
 	}
-	return refuseFile(CodeSymlink, e.Name, "%s; model files must be regular, --follow-links takes what links lead to", msg)
+	return refuseFile(CodeSymlink, e.Name, "%s; model files must be regular", msg)
 }
 
 // some joins names for a message, shortened when there are many.

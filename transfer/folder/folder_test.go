@@ -37,7 +37,7 @@ var says = map[string][]string{
 	"ID-08": {"model.fp16.safetensors"},
 	"ID-11": {"model-00002-of-00003.safetensors"},
 	"ID-13": {"unet", "vae", "text_encoder"},
-	"ID-15": {"Hugging Face", "--follow-links", "blobs/"},
+	"ID-15": {"Hugging Face", "must be regular", "blobs/"},
 	"ID-16": {"model-00002-of-00002.safetensors", "../../blobs/abab", "missing"},
 	"ID-18": {"circle"},
 	"ID-20": {"b.safetensors"},
@@ -45,7 +45,7 @@ var says = map[string][]string{
 	"ID-30": {"con.safetensors", "lpt1.model.safetensors"},
 	"ID-32": {`mod\u00e8le`, `mode\u0300le`},
 	"ID-36": {"model-00002-of-00002.safetensors", "git-lfs"},
-	"ID-43": {"model.safetensors.index.json", "--follow-links"},
+	"ID-43": {"model.safetensors.index.json", "must be regular"},
 	"ST-02": {"model.safetensors", "3 bytes"},
 }
 

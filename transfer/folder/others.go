@@ -70,6 +70,6 @@ func (f *Folder) others(all map[string]listed) {
 	})
 	if slices.Sort(linked); len(linked) > 0 {
 		f.Warnings = append(f.Warnings, safetensors.Warning{Code: WarnLinked, Names: linked,
-			Message: "links that do not go along (--follow-links takes what they lead to): " + strings.Join(linked, ", ")})
+			Message: "links that do not go along: " + strings.Join(linked, ", ")})
 	}
 }
