@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"math"
 	"net/url"
 	"os"
@@ -131,11 +132,11 @@ func fileSide(name string) (Side, error) {
 func folderSide(ctx context.Context, name string, o folder.Options, w Watch) (Side, error) {
 	f, err := folder.Open(name, o)
 	if err != nil {
-		return Side{}, err
+		return Side{}, in(name, err)
 	}
 	sum, err := HashFolder(ctx, f, w)
 	if err != nil {
-		return Side{}, err
+		return Side{}, in(name, err)
 	}
 	m := sum.Manifest
 	s := Side{Name: name, Summary: m.Summary(), Manifest: &m}
@@ -145,6 +146,14 @@ func folderSide(ctx context.Context, name string, o folder.Options, w Watch) (Si
 		return r, err
 	}
 	return s, nil
+}
+
+// in says in which folder something went wrong, unless the error says so itself.
+func in(folder string, err error) error {
+	if path := (*fs.PathError)(nil); errors.As(err, &path) {
+		return err
+	}
+	return fmt.Errorf("%s: %w", folder, err)
 }
 
 // HashFolder hashes the shards of a folder and tells w of it.

@@ -121,6 +121,8 @@ func explain(err error) error {
 		code, hint = cli.CodeNotFound, "name one of them with --repo, or none"
 	case errors.Is(err, api.ErrAggregateUnknown):
 		code, hint = cli.CodeNotFound, unknownBase
+	case errors.As(err, &rule) && rule.Code == safetensors.CodeNoShards:
+		code, hint = cli.CodeBadInput, "name the folder that holds the model's *.safetensors files"
 	case errors.As(err, &rule) && rule.Code == safetensors.CodeSymlink:
 		code, hint = cli.CodeBadInput, "files behind links are not read here; cp -rL FOLDER COPY makes a folder of regular files"
 	default:

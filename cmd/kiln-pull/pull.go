@@ -6,6 +6,8 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
+	"syscall"
 	"text/tabwriter"
 	"time"
 
@@ -89,7 +91,17 @@ func (f *pullFlags) transfer(ctx context.Context, c *client.Client, s source, di
 		}
 		err = cli.Hint(err, hint)
 	}
-	return done, plan, err
+	return done, plan, explainPlace(err)
+}
+
+// explainPlace says where a pull writes.
+func explainPlace(err error) error {
+	var path *fs.PathError
+	if errors.As(err, &path) && (errors.Is(err, fs.ErrPermission) || errors.Is(err, syscall.EROFS)) {
+		return cli.Hint(err, "a pull stages its files beside the target, in .NAME.kiln: this user needs the right to write in "+
+			"the folder that the target is in")
+	}
+	return err
 }
 
 // pulledJSON is the last line of pull --json.

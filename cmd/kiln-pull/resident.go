@@ -320,7 +320,7 @@ func (h *holding) pull(ctx context.Context) (string, error) {
 	h.want = cmp.Or(h.want, s.aggregate, plan.Base.Aggregate)
 	h.show.Note("pulling " + plan.Reference())
 	done, err := transfer.Pull(ctx, c, plan, dir, transfer.PullOptions{Watch: h.show.Watch})
-	return done.Target, err
+	return done.Target, explainPlace(err)
 }
 
 // place is the folder to pull to: --dir, else one in the cache of the user, else one that goes with this process.

@@ -56,8 +56,10 @@ func explainCompare(err error) error {
 		return cli.Hint(err, "let whatever writes there finish; kiln-push identify --snapshot works from a private copy")
 	case errors.As(err, &rule) && rule.Code == safetensors.CodeSymlink:
 		return cli.Hint(err, followLinks)
+	case errors.As(err, &rule) && rule.Code == safetensors.CodeNoShards:
+		return cli.Hint(err, "name the folder that holds the model's *.safetensors files")
 	}
-	return err
+	return explainPath(err)
 }
 
 func compare(ctx context.Context, a, b string, flags *cli.Flags, o folder.Options, show *progress.Show) (

@@ -5,6 +5,8 @@ import (
 	"context"
 	"errors"
 	"io"
+	"io/fs"
+	"syscall"
 
 	"github.com/spf13/cobra"
 
@@ -39,10 +41,27 @@ func explain(err error) error {
 		return cli.Hint(err, "let whatever writes there finish, or work from a private copy: --snapshot")
 	case errors.As(err, &rule) && rule.Code == safetensors.CodeSymlink:
 		return cli.Hint(err, followLinks)
+	case errors.As(err, &rule) && rule.Code == safetensors.CodeNoShards:
+		return cli.Hint(err, "name the folder that holds the model's *.safetensors files")
 	case errors.As(err, &rule) && rule.Code == safetensors.WarnFamilyIncomplete:
 		return cli.Hint(err, "if that is the whole model, add --allow-incomplete-family")
 	case errors.As(err, &rule) && rule.Code == safetensors.CodeUnknownDType:
 		return cli.Hint(err, "kiln-push identify --any-dtype names such bytes; they are not pushed")
+	}
+	return explainPath(err)
+}
+
+// explainPath says what to do about a folder or a file that can't be read.
+func explainPath(err error) error {
+	var path *fs.PathError
+	switch {
+	case !errors.As(err, &path):
+	case errors.Is(err, syscall.ENOTDIR):
+		return cli.Hint(err, "a model is a folder: name the one that the file is in")
+	case errors.Is(err, fs.ErrNotExist):
+		return cli.Hint(err, "check the path, and from which folder the command is run")
+	case errors.Is(err, fs.ErrPermission):
+		return cli.Hint(err, "this user needs the right to read the folder and its files, and to write where a snapshot goes")
 	}
 	return err
 }

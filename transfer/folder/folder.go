@@ -60,15 +60,18 @@ type Folder struct {
 }
 
 // Open lists dir, follows links if o says so, and selects the shards and the files beside them. No shard is read yet. A
-// rule that is broken gives a *safetensors.Error.
+// rule that is broken gives a *safetensors.Error; a folder that can't be read gives a *fs.PathError.
 func Open(dir string, o Options) (*Folder, error) {
 	real, err := filepath.EvalSymlinks(dir)
-	if err != nil {
-		return nil, err
+	var found []fs.DirEntry
+	if err == nil {
+		found, err = os.ReadDir(real)
 	}
-	found, err := os.ReadDir(real)
+	if path := (*fs.PathError)(nil); errors.As(err, &path) {
+		return nil, &fs.PathError{Op: "read folder", Path: dir, Err: path.Err}
+	}
 	if err != nil {
-		return nil, err
+		return nil, fmt.Errorf("read folder %s: %w", dir, err)
 	}
 	f := &Folder{Dir: real, options: o}
 	listed, err := f.list(found)
