@@ -58,11 +58,30 @@ func residentCommand() *cobra.Command {
 			if f.synthetic != (len(args) == 0) {
 				return cli.Usagef("want either a DIR, REF or AGGREGATE, or --synthetic for no weights at all")
 			}
+			if err := f.check(strings.Join(args, "")); err != nil {
+				return err
+			}
 			return explainLoad(f.run(cmd.Context(), strings.Join(args, ""), cmd.OutOrStdout(), cmd.ErrOrStderr()))
 		},
 	}
 	f.bind(cmd)
 	return cmd
+}
+
+// check refuses values that mean nothing, and --dir and --repo where nothing is pulled.
+func (f *residentFlags) check(arg string) error {
+	pulls := arg != "" && !isDir(arg)
+	switch {
+	case f.maxBuffer < 0:
+		return cli.Usagef("--max-buffer %d: want a number of bytes, or 0 for the default", f.maxBuffer)
+	case f.drain < 0:
+		return cli.Usagef("--drain-timeout %s: want 0s or more", f.drain)
+	case f.dir != "" && !pulls:
+		return cli.Usagef("--dir is where a REF or AGGREGATE is pulled to; %q is held where it is", arg)
+	case f.repo != "" && !pulls:
+		return cli.Usagef("--repo goes with an AGGREGATE; nothing is pulled here")
+	}
+	return nil
 }
 
 // bind adds the flags. --token-file means here what it means to kiln-registry serve, as this is a server; the token for
