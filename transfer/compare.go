@@ -1,6 +1,7 @@
 package transfer
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -24,6 +25,18 @@ const maxManifestFile = 16 << 20
 // ErrNoIdentity: one side of a comparison names no base model.
 var ErrNoIdentity = errors.New("no base model there")
 
+// HealthError: a health check gave no answer that can be used.
+type HealthError struct {
+	URL string
+	Err error
+}
+
+// Error is that of Err, which names the address.
+func (e *HealthError) Error() string { return e.Err.Error() }
+
+// Unwrap returns Err.
+func (e *HealthError) Unwrap() error { return e.Err }
+
 // Dial returns a client of the server at host. registry says that it was named as a registry; any other server must not
 // be given a token that was meant for one.
 type Dial func(host string, registry bool) (*client.Client, error)
@@ -35,6 +48,26 @@ type Side struct {
 	Manifest *identity.Manifest // nil: the shards are not known
 	shard    func(ctx context.Context, s identity.Shard) (io.ReadCloser, error)
 	client   *client.Client
+	unlisted string // why the shards are not known
+}
+
+// Learn asks a registry for the shards of a side of which only the aggregate is known. Where it can't tell, they stay
+// unknown, and Compare says why.
+func (s *Side) Learn(ctx context.Context, registry string, dial Dial) {
+	var m identity.Manifest
+	c, err := dial(registry, true)
+	if err == nil {
+		m, err = c.BaseManifest(ctx, s.Summary.Aggregate)
+		c.Close()
+	}
+	if err == nil && !agree(s.Summary, m.Summary()) {
+		err = fmt.Errorf("%s: its manifest of %s has another count or size of shards", registry, m.Aggregate)
+	}
+	if err != nil {
+		s.unlisted = ": " + err.Error()
+		return
+	}
+	s.Summary, s.Manifest, s.unlisted = m.Summary(), &m, ""
 }
 
 // Close drops the connections of a side.
@@ -83,7 +116,7 @@ func healthSide(ctx context.Context, name string, dial Dial) (Side, error) {
 	defer c.Close()
 	h, err := c.Health(ctx, name)
 	if err != nil {
-		return Side{}, err
+		return Side{}, &HealthError{name, err}
 	}
 	if h.BaseWeightIdentity == nil {
 		return Side{}, fmt.Errorf("%s: %w: base_weight_identity is null, status %s, role %s", name, ErrNoIdentity, h.Status,
@@ -260,7 +293,7 @@ func Compare(ctx context.Context, a, b Side) (Comparison, error) {
 	case c.Same:
 		c.SameTensors = new(true)
 	case !c.Listed:
-		c.TensorReason = "the shards of one side are not known"
+		c.TensorReason = "the shards of one side are not known" + cmp.Or(a.unlisted, b.unlisted)
 	case a.shard == nil || b.shard == nil:
 		c.TensorReason = "the bytes of one side can't be had"
 	default:

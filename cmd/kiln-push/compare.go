@@ -22,6 +22,7 @@ import (
 func compareCommand() *cobra.Command {
 	var flags cli.Flags
 	var follow bool
+	var registry string
 	cmd := &cobra.Command{
 		Use:   "compare A B",
 		Short: "Say whether two models have the same bytes",
@@ -31,7 +32,7 @@ func compareCommand() *cobra.Command {
 		Args: cli.Args("A", "B"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			show := progress.New(cli.Flags{Quiet: flags.Quiet || flags.JSON}, io.Discard, cmd.ErrOrStderr())
-			c, err := compare(cmd.Context(), args[0], args[1], &flags, folder.Options{FollowLinks: follow}, show)
+			c, err := compare(cmd.Context(), args[0], args[1], registry, &flags, folder.Options{FollowLinks: follow}, show)
 			if err != nil {
 				show.Abandon()
 				return cli.Exit(cli.CodeUsage, explainCompare(err))
@@ -41,6 +42,7 @@ func compareCommand() *cobra.Command {
 		},
 	}
 	flags.Bind(cmd)
+	cmd.Flags().StringVar(&registry, "registry", cli.Registry(), "where the shards of an aggregate are asked for")
 	cmd.Flags().BoolVar(&follow, "follow-links", false, "read the files behind links, as in a Hugging Face cache")
 	return cmd
 }
@@ -49,7 +51,10 @@ func compareCommand() *cobra.Command {
 func explainCompare(err error) error {
 	var rule *safetensors.Error
 	var odd *transfer.AggregateError
+	var health *transfer.HealthError
 	switch {
+	case errors.As(err, &health) && cli.Code(err) == cli.CodeUnreachable:
+		return cli.Hint(err, "check the address, and that the model is resident there (kiln-pull resident)")
 	case errors.As(err, &odd):
 		return cli.Hint(err, odd.Hint())
 	case errors.Is(err, folder.ErrChanged):
@@ -62,11 +67,11 @@ func explainCompare(err error) error {
 	return explainPath(err)
 }
 
-func compare(ctx context.Context, a, b string, flags *cli.Flags, o folder.Options, show *progress.Show) (
+func compare(ctx context.Context, a, b, registry string, flags *cli.Flags, o folder.Options, show *progress.Show) (
 	c transfer.Comparison, err error,
 ) {
-	dial := func(host string, registry bool) (*client.Client, error) {
-		if registry || host == cli.Registry() {
+	dial := func(host string, named bool) (*client.Client, error) {
+		if named || host == registry {
 			return flags.Client(host, show.Note)
 		}
 		return flags.Stranger(host, show.Note)
@@ -77,6 +82,13 @@ func compare(ctx context.Context, a, b string, flags *cli.Flags, o folder.Option
 			return c, err
 		}
 		defer sides[i].Close()
+	}
+	if sides[0].Summary.Aggregate != sides[1].Summary.Aggregate {
+		for i := range sides { // the shards are for the explanation: that they can't be had is no error
+			if sides[i].Manifest == nil {
+				sides[i].Learn(ctx, registry, dial)
+			}
+		}
 	}
 	return transfer.Compare(ctx, sides[0], sides[1])
 }

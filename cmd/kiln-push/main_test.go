@@ -25,7 +25,7 @@ func TestMain(m *testing.M) { testscript.Main(m, map[string]func(){"kiln-push": 
 func TestScripts(t *testing.T) {
 	testscript.Run(t, testscript.Params{
 		Dir:  "testdata",
-		Cmds: map[string]func(*testscript.TestScript, bool, []string){"exits": testregistry.Exits, "shard": makeShard, "serving": serving},
+		Cmds: map[string]func(*testscript.TestScript, bool, []string){"exits": testregistry.Exits, "shard": makeShard, "serving": serving, "aggregate": aggregate},
 		Setup: func(e *testscript.Env) error {
 			reg, err := testregistry.Open(filepath.Join(e.WorkDir, ".registry"), e.Defer)
 			if err != nil {
@@ -73,6 +73,12 @@ func makeShard(ts *testscript.TestScript, _ bool, args []string) {
 	path := ts.MkAbs(args[0])
 	ts.Check(os.MkdirAll(filepath.Dir(path), 0o755))
 	ts.Check(os.WriteFile(path, append(b, args[2]...), 0o644))
+}
+
+// aggregate sets AGGREGATE to the first line of a file: aggregate FILE
+func aggregate(ts *testscript.TestScript, _ bool, args []string) {
+	first, _, _ := strings.Cut(ts.ReadFile(args[0]), "\n")
+	ts.Setenv("AGGREGATE", first)
 }
 
 // serving writes what a resident model answers: serving MANIFEST|none
