@@ -67,12 +67,27 @@ func parseSource(arg, registry, repo string) (s source, err error) {
 	return s, nil
 }
 
-// resolve asks the registry, once.
-func (s source) resolve(ctx context.Context, c *client.Client) (transfer.Plan, error) {
+// resolve asks the registry, once. Where a reference has a tag and a digest, the digest decides; note is told if the tag
+// stands for something else, and the plan then goes without it.
+func (s source) resolve(ctx context.Context, c *client.Client, note func(string)) (transfer.Plan, error) {
 	if !s.aggregate.IsZero() {
 		return transfer.ResolveAggregate(ctx, c, s.aggregate, s.repo)
 	}
-	return transfer.Resolve(ctx, c, s.ref)
+	plan, err := transfer.Resolve(ctx, c, s.ref)
+	if err != nil || s.ref.Tag == "" || s.ref.Digest.IsZero() {
+		return plan, err
+	}
+	now, err := c.Manifest(ctx, s.ref.Repo, s.ref.Tag)
+	switch {
+	case err == nil && now.Digest == s.ref.Digest:
+		return plan, nil
+	case err == nil:
+		note(fmt.Sprintf("tag %s now stands for %s; the digest that was given decides", s.ref.Tag, now.Digest))
+	default:
+		note(fmt.Sprintf("what tag %s stands for is not known (%v); the digest that was given decides", s.ref.Tag, err))
+	}
+	plan.Tag = ""
+	return plan, nil
 }
 
 const unknownBase = "check the aggregate (kiln-push identify DIR prints that of a folder) and which registry is asked " +

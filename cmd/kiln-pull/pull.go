@@ -78,7 +78,7 @@ func (f *pullFlags) pull(ctx context.Context, s source, dir string, stdout, stde
 func (f *pullFlags) transfer(ctx context.Context, c *client.Client, s source, dir string, show *progress.Show) (
 	done transfer.Pulled, plan transfer.Plan, err error,
 ) {
-	if plan, err = s.resolve(ctx, c); err != nil {
+	if plan, err = s.resolve(ctx, c, show.Note); err != nil {
 		return done, plan, err
 	}
 	show.Note("pulling " + plan.Reference())

@@ -321,7 +321,7 @@ func (h *holding) pull(ctx context.Context) (string, error) {
 		return "", err
 	}
 	defer c.Close()
-	plan, err := s.resolve(ctx, c)
+	plan, err := s.resolve(ctx, c, h.show.Note)
 	var packagings *transfer.PackagingsError
 	if errors.As(err, &packagings) {
 		writePackagings(h.warn, packagings)

@@ -144,7 +144,7 @@ func (f *verifyFlags) compare(ctx context.Context, known staging.Records, v *ver
 		return err
 	}
 	defer c.Close()
-	plan, err := s.resolve(ctx, c)
+	plan, err := s.resolve(ctx, c, show.Note)
 	if err != nil {
 		return err
 	}
