@@ -268,7 +268,7 @@ func (p *pull) adopt(ctx context.Context) (map[identity.Digest]bool, error) {
 			have[f.Digest] = true
 			p.done.Reused++
 		}
-		p.o.Watch.tell(Event{Step: Done, Phase: PhaseVerify, File: f.Name, Total: f.Size})
+		p.o.Watch.tell(Event{Step: Done, Phase: PhaseVerify, File: f.Name, Bytes: f.Size, Total: f.Size})
 	}
 	return have, nil
 }

@@ -204,7 +204,9 @@ func (f *fetcher) file(ctx context.Context, file staging.File) (err error) {
 			return err
 		}
 		if got == file.Digest {
-			f.watch.tell(Event{Step: Done, Phase: PhaseDownload, File: file.Name, Total: file.Size - have})
+			f.watch.tell(Event{
+				Step: Done, Phase: PhaseDownload, File: file.Name, Bytes: file.Size - have, Total: file.Size - have,
+			})
 			return nil
 		}
 		if err := p.Reset(); err != nil {

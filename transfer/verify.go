@@ -204,6 +204,6 @@ func (v *verify) read(ctx context.Context, f staging.File, fi fs.FileInfo) (d id
 	if staging.StatOf(now) != staging.StatOf(fi) {
 		return d, ErrChanged
 	}
-	v.o.Watch.tell(Event{Step: Done, Phase: PhaseVerify, File: f.Name, Total: f.Size})
+	v.o.Watch.tell(Event{Step: Done, Phase: PhaseVerify, File: f.Name, Bytes: f.Size, Total: f.Size})
 	return identity.DigestOf(h), nil
 }

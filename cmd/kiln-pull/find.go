@@ -32,7 +32,7 @@ func findCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "find AGGREGATE",
 		Short: "List where a base is held, and what was made from it",
-		Args:  cobra.ExactArgs(1),
+		Args:  cli.Args("AGGREGATE"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			a, is, err := transfer.ParseAggregate(args[0])
 			if !is {

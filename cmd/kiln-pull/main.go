@@ -6,6 +6,8 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"slices"
+	"strings"
 	"syscall"
 
 	"github.com/spf13/cobra"
@@ -31,8 +33,13 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 		Version: cli.Version(),
 		Args:    cobra.NoArgs,
 	}
-	root.AddCommand(commands()...)
-	return explain(cli.Execute(ctx, root, args, stdout, stderr))
+	for _, cmd := range commands() {
+		run := cmd.RunE
+		cmd.RunE = func(cmd *cobra.Command, args []string) error { return explain(run(cmd, args)) }
+		root.AddCommand(cmd)
+	}
+	root.AddCommand(cli.VersionCommand())
+	return cli.Execute(ctx, root, args, stdout, stderr)
 }
 
 // source is what a command is to read from a registry: an aggregate, or else a reference.
@@ -90,6 +97,17 @@ func (s source) resolve(ctx context.Context, c *client.Client, note func(string)
 	return plan, nil
 }
 
+// choose names what there is to choose from.
+func choose(e *transfer.PackagingsError) string {
+	var repos []string
+	for _, p := range e.Plans {
+		if !slices.Contains(repos, p.Repository) {
+			repos = append(repos, p.Repository)
+		}
+	}
+	return "choose one with --repo (" + strings.Join(repos, ", ") + "), or pull it by its digest; each is listed above"
+}
+
 const unknownBase = "check the aggregate (kiln-push identify DIR prints that of a folder) and which registry is asked " +
 	"(--registry, $KILN_REGISTRY); only what the token may pull is seen"
 
@@ -120,7 +138,7 @@ func explain(err error) error {
 	case errors.Is(err, transfer.ErrArtifact), errors.Is(err, staging.ErrCollides):
 		code = cli.CodeBadInput
 	case errors.As(err, &packagings):
-		code, hint = cli.CodeUsage, "choose one with --repo, or pull it by its digest; each is listed above"
+		code, hint = cli.CodeUsage, choose(packagings)
 	case errors.As(err, &space):
 		code = cli.CodeDisk
 		hint = fmt.Sprintf("needs %s, %s free", cli.Bytes(space.Need), cli.Bytes(space.Free))

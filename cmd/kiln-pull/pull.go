@@ -34,7 +34,7 @@ func pullCommand() *cobra.Command {
 		Long: "Make DIR the folder of a model: whole and verified, or not at all.\n\n" +
 			"What an interrupted pull received is kept beside DIR, in .NAME.kiln, and the same command goes on from there.\n" +
 			"A folder that is already that of the model is left as it is; one that was damaged since is repaired.",
-		Args: cobra.ExactArgs(2),
+		Args: cli.Args("REF|AGGREGATE", "DIR"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			s, err := parseSource(args[0], f.registry, f.repo)
 			if err != nil {

@@ -40,7 +40,7 @@ func verifyCommand() *cobra.Command {
 			"Without --against the folder is compared with the record that pull left beside it, and no network is used.\n" +
 			"Against an AGGREGATE only the base weights are compared, whatever the files are called; no network is used\n" +
 			"unless they differ. Against a REF, every file is. Against a FILE that holds a shard manifest, every shard is.",
-		Args: cobra.ExactArgs(1),
+		Args: cli.Args("DIR"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			return f.verify(cmd.Context(), args[0], cmd.OutOrStdout(), cmd.ErrOrStderr())
 		},

@@ -35,6 +35,9 @@ func compareCommand() *cobra.Command {
 			c, err := compare(cmd.Context(), args[0], args[1], registry, &flags, folder.Options{FollowLinks: follow}, show)
 			if err != nil {
 				show.Abandon()
+				if cmd.Context().Err() != nil {
+					return errInterrupted
+				}
 				return cli.Exit(cli.CodeUsage, explainCompare(err))
 			}
 			show.Close()

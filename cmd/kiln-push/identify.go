@@ -31,6 +31,9 @@ func identifyCommand() *cobra.Command {
 			sum, err := identify(cmd.Context(), args[0], o, r.snapshot, show.Watch)
 			if err != nil {
 				show.Abandon()
+				if cmd.Context().Err() != nil {
+					return errInterrupted
+				}
 				return explain(err)
 			}
 			show.Close()

@@ -28,9 +28,12 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 		Version: cli.Version(),
 		Args:    cobra.NoArgs,
 	}
-	root.AddCommand(identifyCommand(), compareCommand(), baseCommand())
+	root.AddCommand(identifyCommand(), compareCommand(), baseCommand(), cli.VersionCommand())
 	return cli.Execute(ctx, root, args, stdout, stderr)
 }
+
+// errInterrupted ends a command that begins anew when it is run again.
+var errInterrupted = cli.Exit(cli.CodeTryAgain, errors.New("interrupted"))
 
 // explain gives the errors of a model folder their exit codes and hints, for a command that has the flags of reading.
 func explain(err error) error {

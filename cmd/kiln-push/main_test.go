@@ -2,6 +2,7 @@ package main
 
 import (
 	"bytes"
+	"context"
 	"encoding/json"
 	"fmt"
 	"net/http"
@@ -102,6 +103,24 @@ func serving(ts *testscript.TestScript, _ bool, args []string) {
 	ts.Check(err)
 	ts.Check(os.MkdirAll(ts.MkAbs("resident"), 0o755))
 	ts.Check(os.WriteFile(ts.MkAbs("resident/health"), b, 0o644))
+}
+
+// TestInterrupted: a command that begins anew is not said to go on.
+func TestInterrupted(t *testing.T) {
+	dir := t.TempDir()
+	b := append([]byte{52, 0, 0, 0, 0, 0, 0, 0}, `{"w":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}`[:52]...)
+	if err := os.WriteFile(filepath.Join(dir, "x.safetensors"), append(b, "}w"...), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	for _, args := range [][]string{{"identify", dir}, {"compare", dir, dir}} {
+		var stdout, stderr bytes.Buffer
+		code := cli.Report(&stderr, run(ctx, args, &stdout, &stderr))
+		if code != cli.CodeTryAgain || stderr.String() != "error: interrupted\n" || stdout.Len() > 0 {
+			t.Errorf("%q: exit code %d, %q, %q", args, code, stdout.String(), stderr.String())
+		}
+	}
 }
 
 // rules are the names that the reader of shard manifests has for the conditions of the cases.

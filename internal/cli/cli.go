@@ -4,6 +4,7 @@ package cli
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -122,7 +123,7 @@ func Hint(err error, text string) error {
 func Usagef(format string, args ...any) error { return Exit(CodeUsage, fmt.Errorf(format, args...)) }
 
 // Execute runs the command tree of root. What fails before a command of the tree begins, an unknown flag or command or
-// a missing argument, is an error of usage.
+// a missing argument, is an error of usage. A command with --json also writes its error as a line of JSON.
 func Execute(ctx context.Context, root *cobra.Command, args []string, stdout, stderr io.Writer) error {
 	root.SilenceErrors, root.SilenceUsage = true, true
 	root.CompletionOptions.HiddenDefaultCmd = true
@@ -146,14 +147,49 @@ func Execute(ctx context.Context, root *cobra.Command, args []string, stdout, st
 	if err != nil && !began {
 		err = Hint(Exit(CodeUsage, err), fmt.Sprintf("%s --help shows how it is used", cmd.CommandPath()))
 	}
-	return err
+	if err != nil && ctx.Err() != nil {
+		err = interrupted(err)
+	}
+	return errors.Join(err, reportJSON(cmd, err))
+}
+
+// reportJSON writes an error as an event for the program that reads stdout, if it asked for JSON.
+func reportJSON(cmd *cobra.Command, err error) error {
+	var s *silent
+	asked := cmd.Flags().Lookup("json")
+	if err == nil || errors.As(err, &s) || asked == nil || asked.Value.String() != "true" {
+		return nil
+	}
+	e := json.NewEncoder(cmd.OutOrStdout())
+	e.SetEscapeHTML(false)
+	return e.Encode(struct {
+		Event string `json:"event"`
+		Code  int    `json:"exit_code"`
+		Error string `json:"error"`
+		Hint  string `json:"hint,omitempty"`
+	}{"error", Code(err), client.Line(err.Error()), client.Line(hintOf(err))})
+}
+
+// VersionCommand prints the version alone.
+func VersionCommand() *cobra.Command {
+	return &cobra.Command{
+		Use: "version", Short: "Print the version", Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			_, err := fmt.Fprintln(cmd.OutOrStdout(), Version())
+			return err
+		},
+	}
 }
 
 // Args wants exactly the arguments of these names.
 func Args(names ...string) cobra.PositionalArgs {
 	return func(_ *cobra.Command, args []string) error {
 		if len(args) != len(names) {
-			return fmt.Errorf("got %d arguments, want %s", len(args), strings.Join(names, " "))
+			arguments := "arguments"
+			if len(args) == 1 {
+				arguments = "argument"
+			}
+			return fmt.Errorf("got %d %s, want %s", len(args), arguments, strings.Join(names, " "))
 		}
 		return nil
 	}
