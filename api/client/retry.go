@@ -27,6 +27,19 @@ const (
 type pace struct {
 	mu    sync.Mutex
 	until time.Time
+	noted time.Time // until when the wait that was told of last goes on
+}
+
+// tell says whether a wait of d is to be told of: not while another one of the same Client goes on.
+func (p *pace) tell(d time.Duration) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	now := time.Now()
+	if now.Before(p.noted) {
+		return false
+	}
+	p.noted = now.Add(d)
+	return true
 }
 
 func (p *pace) hold(until time.Time) {
@@ -70,7 +83,7 @@ func (c *Client) Retry(ctx context.Context, what string, fn func() error) error 
 			c.pace.hold(time.Now().Add(asked))
 		}
 		d := jitter(min(c.backoff<<(tries-1), maxBackoff))
-		if c.met.Load() {
+		if c.met.Load() && c.pace.tell(max(asked, d)) {
 			c.notify("%s: %v; trying again in %s", what, err, max(asked, d).Round(100*time.Millisecond))
 		}
 		if err := c.wait(ctx, d); err != nil {

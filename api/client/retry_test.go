@@ -55,6 +55,38 @@ func TestRetryAfterIsShared(t *testing.T) {
 	})
 }
 
+// TestRetryTellsOnce: workers that wait for one host at a time say so once.
+func TestRetryTellsOnce(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var told atomic.Int64
+		c, err := New("localhost", Options{Token: "none", Notify: func(string) { told.Add(1) }})
+		if err != nil {
+			t.Fatal(err)
+		}
+		c.met.Store(true)
+		var wg sync.WaitGroup
+		for range 8 {
+			wg.Go(func() {
+				first := true
+				err := c.Retry(t.Context(), "blob", func() error {
+					if first {
+						first = false
+						return &StatusError{Status: http.StatusServiceUnavailable, RetryAfter: 3 * time.Second}
+					}
+					return nil
+				})
+				if err != nil {
+					t.Error(err)
+				}
+			})
+		}
+		wg.Wait()
+		if n := told.Load(); n != 1 {
+			t.Errorf("told %d times", n)
+		}
+	})
+}
+
 func TestRetryEnds(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c, start := fresh(t), time.Now()
