@@ -64,16 +64,18 @@ func TestRetryTellsOnce(t *testing.T) {
 			t.Fatal(err)
 		}
 		c.met.Store(true)
-		var wg sync.WaitGroup
+		start := time.Now()
+		var wg, met sync.WaitGroup
+		met.Add(8)
 		for range 8 {
 			wg.Go(func() {
-				first := true
 				err := c.Retry(t.Context(), "blob", func() error {
-					if first {
-						first = false
-						return &StatusError{Status: http.StatusServiceUnavailable, RetryAfter: 3 * time.Second}
+					if time.Since(start) > 0 {
+						return nil
 					}
-					return nil
+					met.Done()
+					met.Wait() // all fail at the same time
+					return &StatusError{Status: http.StatusServiceUnavailable, RetryAfter: 3 * time.Second}
 				})
 				if err != nil {
 					t.Error(err)
