@@ -16,8 +16,8 @@ export DOCKER_CONFIG=$scratch/docker ORAS_CACHE=
 host=$KILN_REGISTRY passed=0
 cd "$scratch"
 cp -r "$root/.tools/model/all-minilm-l6-v2" model
-mkdir taken # what kiln-push takes along: the files of the top level, without dot files
-find model -maxdepth 1 -type f -not -name '.*' -exec cp -t taken {} +
+mkdir taken # what kiln-push takes along: all but dot files
+(cd model && find . -type f -not -name '.*' -exec cp --parents -t ../taken {} +)
 start registry.log "$port" /readyz kiln-registry serve --addr "$host"
 
 # same A B fails unless the two folders hold the same files with the same bytes.

@@ -353,7 +353,7 @@ func FuzzParse(f *testing.F) {
 	f.Add([]byte(`{"schemaVersion":2,"mediaType":"application/vnd.oci.image.index.v1+json","manifests":[]}`))
 	f.Fuzz(func(t *testing.T, body []byte) {
 		if len(body) > 1<<16 {
-			t.Skip("longer than the fuzzer needs")
+			return // longer than the fuzzer needs
 		}
 		m, err := Parse("", body)
 		if err != nil {

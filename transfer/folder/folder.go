@@ -9,6 +9,7 @@ import (
 	"io"
 	"io/fs"
 	"os"
+	"path"
 	"path/filepath"
 	"strings"
 
@@ -22,6 +23,7 @@ import (
 const (
 	WarnLeftover = "unfinished_download"
 	WarnLinked   = "linked_file_left_out"
+	WarnApart    = "folder_left_out"
 )
 
 // Kind says what a file is to a model.
@@ -43,7 +45,7 @@ type Options struct {
 
 // File is one file of a model.
 type File struct {
-	Name string // in the directory; one path component
+	Name string // in the directory, with slashes; of a shard one path component
 	Kind Kind
 	Size int64  // bytes, when the directory was listed
 	path string // of the regular file that is read
@@ -74,7 +76,7 @@ func Open(dir string, o Options) (*Folder, error) {
 		return nil, fmt.Errorf("read folder %s: %w", dir, err)
 	}
 	f := &Folder{Dir: real, options: o}
-	listed, err := f.list(found)
+	listed, err := f.list("", found)
 	if err != nil {
 		return nil, err
 	}
@@ -94,7 +96,9 @@ func Open(dir string, o Options) (*Folder, error) {
 		file.Kind = Weight
 		f.Shards = append(f.Shards, file)
 	}
-	f.others(listed)
+	if err := f.others(listed); err != nil {
+		return nil, err
+	}
 	return f, nil
 }
 
@@ -104,10 +108,11 @@ type listed struct {
 	safetensors.Entry
 }
 
-func (f *Folder) list(found []fs.DirEntry) (map[string]listed, error) {
+// list returns the members of the folder at a path in the model's, by their names there.
+func (f *Folder) list(at string, found []fs.DirEntry) (map[string]listed, error) {
 	all := make(map[string]listed, len(found))
 	for _, d := range found {
-		l, err := f.look(d)
+		l, err := f.look(at, d)
 		if errors.Is(err, fs.ErrNotExist) {
 			continue // removed since the directory was read
 		}
@@ -120,14 +125,14 @@ func (f *Folder) list(found []fs.DirEntry) (map[string]listed, error) {
 }
 
 // look finds out what a member is. With FollowLinks, a link that leads somewhere is what it leads to.
-func (f *Folder) look(d fs.DirEntry) (listed, error) {
-	name := d.Name()
-	l := listed{File{Name: name, path: filepath.Join(f.Dir, name)}, safetensors.Entry{Name: name}}
+func (f *Folder) look(at string, d fs.DirEntry) (listed, error) {
+	name := path.Join(at, d.Name())
+	l := listed{File{Name: name, path: filepath.Join(f.Dir, filepath.FromSlash(name))}, safetensors.Entry{Name: name}}
 	info, err := d.Info()
 	if err != nil {
 		return l, err
 	}
-	if info.Mode()&fs.ModeSymlink != 0 && wanted(name) {
+	if info.Mode()&fs.ModeSymlink != 0 && wanted(d.Name()) {
 		l.Target, _ = os.Readlink(l.path)
 		end, err := filepath.EvalSymlinks(l.path)
 		if l.Broken = err != nil; err == nil && f.options.FollowLinks {

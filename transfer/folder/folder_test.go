@@ -202,7 +202,11 @@ func itoa(n int) string { b, _ := json.Marshal(n); return string(b) }
 func write(t *testing.T, dir string, files map[string][]byte) {
 	t.Helper()
 	for name, b := range files {
-		if err := os.WriteFile(filepath.Join(dir, name), b, 0o644); err != nil {
+		path := filepath.Join(dir, name)
+		if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.WriteFile(path, b, 0o644); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -379,9 +383,10 @@ func TestSnapshotElsewhere(t *testing.T) {
 func TestOthers(t *testing.T) {
 	dir := t.TempDir()
 	along := []string{"config.json", "merges.txt", "tokenizer.json", "tokenizer.model", "chat_template.jinja", "modeling_x.py",
-		"LICENSE", "README.md"}
+		"LICENSE", "README.md", "1_Pooling/config.json", "a/b/template.jinja"}
 	files := map[string][]byte{"model.safetensors": shard(8)}
-	for _, name := range append(along, ".hidden.json", "x.incomplete", "pytorch_model.bin", "optimizer.pt", "run.sh",
+	for _, name := range append(along, "checkpoint-5/config.json", "checkpoint-5/model.safetensors", ".cache/x.json",
+		"1_Pooling/notes.log", "1_Pooling/.hidden.json", ".hidden.json", "x.incomplete", "pytorch_model.bin", "optimizer.pt", "run.sh",
 		"LICENSE.exe", "config.json.tmp", "bad\nname.json") {
 		files[name] = []byte(name)
 	}
@@ -401,6 +406,23 @@ func TestOthers(t *testing.T) {
 		slices.Sort(names)
 		if slices.Sort(want); !slices.Equal(names, want) {
 			t.Errorf("went along: %q, want %q", names, want)
+		}
+		if !slices.ContainsFunc(f.Warnings, func(w safetensors.Warning) bool {
+			return w.Code == WarnApart && slices.Equal(w.Names, []string{"checkpoint-5"})
+		}) {
+			t.Errorf("no word of the folder with weights of its own: %v", f.Warnings)
+		}
+		s, remove, err := f.Snapshot(t.Context())
+		if err != nil {
+			t.Fatal(err)
+		}
+		for i, o := range s.Others {
+			if b, err := os.ReadFile(o.path); err != nil || string(b) != string(files[o.Name]) && o.Name != "generation_config.json" {
+				t.Errorf("snapshot of %s: %q, %v", f.Others[i].Name, b, err)
+			}
+		}
+		if err := remove(); err != nil {
+			t.Error(err)
 		}
 		warned := slices.ContainsFunc(f.Warnings, func(w safetensors.Warning) bool {
 			return w.Code == WarnLinked && strings.Contains(w.Message, "generation_config.json")

@@ -161,7 +161,10 @@ func (f File) copy(dir string) (File, error) {
 	}
 	defer in.Close()
 	c := f
-	c.path = filepath.Join(dir, f.Name)
+	c.path = filepath.Join(dir, filepath.FromSlash(f.Name))
+	if err := (durable.Disk{}).MkdirAll(filepath.Dir(c.path), 0o700); err != nil {
+		return File{}, err
+	}
 	out, err := durable.Disk{}.Clone(in, c.path, 0o400)
 	if err != nil {
 		return File{}, err
