@@ -3,7 +3,6 @@ package main
 
 import (
 	"context"
-	"fmt"
 	"io"
 
 	"github.com/spf13/cobra"
@@ -20,16 +19,6 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 		Version: cli.Version(),
 		Args:    cobra.NoArgs,
 	}
-	root.AddCommand(serveCommand(stderr), tokenCommand(), exportCommand(stderr), reindexCommand(stderr), versionCommand())
+	root.AddCommand(serveCommand(stderr), tokenCommand(), exportCommand(stderr), reindexCommand(stderr), cli.VersionCommand())
 	return cli.Execute(ctx, root, args, stdout, stderr)
-}
-
-func versionCommand() *cobra.Command {
-	return &cobra.Command{
-		Use: "version", Short: "Print the version", Args: cobra.NoArgs,
-		RunE: func(cmd *cobra.Command, _ []string) error {
-			_, err := fmt.Fprintln(cmd.OutOrStdout(), cli.Version())
-			return err
-		},
-	}
 }
