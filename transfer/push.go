@@ -107,7 +107,7 @@ func wholeFamily(warnings []safetensors.Warning) error {
 // pullable refuses shards whose names a shard manifest may hold but no pull takes.
 func pullable(shards []folder.File) error {
 	for _, s := range shards {
-		if err := checkName(s.Name); err != nil {
+		if err := api.CheckFilePath(s.Name); err != nil {
 			return &safetensors.Error{Code: safetensors.CodeNotPortableName, File: s.Name, Msg: err.Error()}
 		}
 	}

@@ -13,7 +13,6 @@ import (
 	"regexp"
 	"slices"
 	"strings"
-	"unicode/utf8"
 
 	v1 "github.com/opencontainers/image-spec/specs-go/v1"
 
@@ -201,16 +200,11 @@ func fileOf(l v1.Descriptor) (f staging.File, err error) {
 	if f.Size < 0 {
 		return f, fmt.Errorf("%d bytes", f.Size)
 	}
-	title, path := l.Annotations[v1.AnnotationTitle], l.Annotations[api.AnnotationFilepath]
-	if title != "" && path != "" && title != path {
-		return f, fmt.Errorf("it has two names, %q and %q", path, title)
+	if f.Name, err = api.LayerName(l.Annotations); err != nil {
+		return f, err
 	}
-	f.Name = cmp.Or(path, title, l.Annotations[api.AnnotationCNAIPath])
 	if why := packed(l, f.Name); why != "" {
 		return f, fmt.Errorf("%s; only layers that are one raw file each can be pulled", why)
-	}
-	if err := checkName(f.Name); err != nil {
-		return f, err
 	}
 	return f, nil
 }
@@ -232,32 +226,6 @@ func packed(l v1.Descriptor, name string) string {
 		return fmt.Sprintf("type %s names no file", t)
 	}
 	return ""
-}
-
-// checkName refuses what could leave the folder or mean another file on some system.
-func checkName(name string) error {
-	bad := ""
-	switch {
-	case len(name) > identity.MaxFilename:
-		bad = fmt.Sprintf("is longer than %d bytes", identity.MaxFilename)
-	case !utf8.ValidString(name):
-		bad = "is no UTF-8"
-	case strings.HasPrefix(name, "/"):
-		bad = "is absolute"
-	case strings.Contains(name, `\`):
-		bad = "has a backslash"
-	case strings.ContainsFunc(name, client.Control):
-		bad = "has a control character"
-	}
-	for part := range strings.SplitSeq(name, "/") {
-		if part == "" || part == "." || part == ".." {
-			bad = cmp.Or(bad, fmt.Sprintf("has %q as a component", part))
-		}
-	}
-	if bad != "" {
-		return fmt.Errorf("file name %.300q %s", name, bad)
-	}
-	return nil
 }
 
 // unambiguous refuses sorted files that can't lie in one folder.

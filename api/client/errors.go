@@ -10,7 +10,6 @@ import (
 	"net/url"
 	"strings"
 	"time"
-	"unicode"
 
 	"github.com/kiln-registry/kiln-registry/api"
 )
@@ -128,18 +127,14 @@ func printable(s string) string {
 	return Line(s)
 }
 
-// Control says whether a terminal may act on r instead of showing it: a control character of C0 or C1, DEL, or one that
-// turns the direction of the text around it.
-func Control(r rune) bool { return unicode.IsControl(r) || unicode.Is(unicode.Bidi_Control, r) }
-
 // Escape writes every Control rune of s, newline and tab included, as JSON would escape it: \u001b.
 func Escape(s string) string {
-	if !strings.ContainsFunc(s, Control) {
+	if !strings.ContainsFunc(s, api.Control) {
 		return s
 	}
 	var b strings.Builder
 	for _, r := range s {
-		if Control(r) {
+		if api.Control(r) {
 			fmt.Fprintf(&b, `\u%04x`, r)
 		} else {
 			b.WriteRune(r)

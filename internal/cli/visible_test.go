@@ -10,7 +10,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/kiln-registry/kiln-registry/api/client"
+	"github.com/kiln-registry/kiln-registry/api"
 )
 
 const hostile = "a\x1b[31m\u009b2J\u202eb\u2066\u200e\x7f\r\a"
@@ -35,7 +35,7 @@ func TestVisibly(t *testing.T) {
 		t.Errorf("stdout %q", table)
 	}
 	var back string
-	if err := json.Unmarshal([]byte(line), &back); err != nil || back != hostile || strings.ContainsFunc(line[:len(line)-1], client.Control) {
+	if err := json.Unmarshal([]byte(line), &back); err != nil || back != hostile || strings.ContainsFunc(line[:len(line)-1], api.Control) {
 		t.Errorf("JSON %q is %q, %v", line, back, err)
 	}
 	if got := stderr.String(); strings.Count(got, shown) != 3 || strings.ContainsAny(got, "\x1b\u009b\u202e\r") {

@@ -7,10 +7,8 @@ import (
 	"fmt"
 	"io"
 	"maps"
-	"path"
 	"slices"
 	"strings"
-	"unicode"
 
 	v1 "github.com/opencontainers/image-spec/specs-go/v1"
 
@@ -19,10 +17,7 @@ import (
 	"github.com/kiln-registry/kiln-registry/identity/safetensors"
 )
 
-const (
-	maxName   = 255 // bytes of a layer's file name
-	indexName = "model.safetensors.index.json"
-)
+const indexName = safetensors.IndexName
 
 // Blobs is what classification reads of blobs. The bytes of a blob are at most the first nine, or, for a shard index,
 // the whole of it.
@@ -143,7 +138,7 @@ func (m Manifest) IndexSize() int64 {
 func filesOf(m Manifest) (files, error) {
 	out := files{}
 	for i, d := range m.Layers {
-		name, err := nameOf(d)
+		name, err := api.LayerName(d.Annotations)
 		if err != nil {
 			return nil, api.Errorf(api.CodeManifestInvalid, "layers[%d]: %v", i, err)
 		}
@@ -157,35 +152,6 @@ func filesOf(m Manifest) (files, error) {
 	}
 	return out, nil
 }
-
-func nameOf(d Descriptor) (string, error) {
-	name, title := d.Annotations[api.AnnotationFilepath], d.Annotations[v1.AnnotationTitle]
-	switch {
-	case name != "" && title != "" && name != title:
-		return "", fmt.Errorf("two file names: %.80q and %.80q", name, title)
-	case name == "" && title != "":
-		name = title
-	case name == "":
-		name = d.Annotations[api.AnnotationCNAIPath]
-	}
-	if name == "" {
-		return "", nil
-	}
-	switch {
-	case strings.ContainsFunc(name, unprintable):
-		return "", fmt.Errorf("file name %q holds a control character", name)
-	case len(name) > maxName:
-		return "", fmt.Errorf("file name is longer than %d bytes", maxName)
-	case strings.ContainsAny(name, "\\\x00"):
-		return "", fmt.Errorf("file name %q holds a backslash or a NUL", name)
-	case path.IsAbs(name), path.Clean(name) != name, name == ".", name == "..", strings.HasPrefix(name, "../"):
-		return "", fmt.Errorf("file name %q is not a plain relative path", name)
-	}
-	return name, nil
-}
-
-// unprintable are the runes that could make a terminal or a listing show something else than what is there.
-func unprintable(r rune) bool { return unicode.IsControl(r) || unicode.Is(unicode.Bidi_Control, r) }
 
 // isRaw says whether the layer's blob is the file itself. Clients that push single files label them as plain tar
 // layers, so that type alone can't tell; a name, and no note to unpack, can.

@@ -83,7 +83,7 @@ func (m Manifest) Refers() []identity.Digest {
 
 // Name is the file name that the descriptor gives its blob, unchecked; empty if there is none or there are two.
 func (d Descriptor) Name() string {
-	name, _ := nameOf(d)
+	name, _ := api.LayerName(d.Annotations)
 	return name
 }
 

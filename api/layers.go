@@ -1,0 +1,61 @@
+package api
+
+import (
+	"cmp"
+	"fmt"
+	"strings"
+	"unicode"
+	"unicode/utf8"
+
+	v1 "github.com/opencontainers/image-spec/specs-go/v1"
+
+	"github.com/kiln-registry/kiln-registry/identity"
+)
+
+// LayerName returns the file name that a layer's annotations give its blob, or nothing if they give none. It is an error
+// if they give two, or one that CheckFilePath refuses.
+func LayerName(annotations map[string]string) (string, error) {
+	path, title := annotations[AnnotationFilepath], annotations[v1.AnnotationTitle]
+	if path != "" && title != "" && path != title {
+		return "", fmt.Errorf("it has two names, %.80q and %.80q", path, title)
+	}
+	name := cmp.Or(path, title, annotations[AnnotationCNAIPath])
+	if name == "" {
+		return "", nil
+	}
+	if err := CheckFilePath(name); err != nil {
+		return "", err
+	}
+	return name, nil
+}
+
+// CheckFilePath refuses the name of an artifact's file that could leave the folder it is put into, or mean another file
+// on some system. Components are separated by slashes.
+func CheckFilePath(name string) error {
+	bad := ""
+	switch {
+	case len(name) > identity.MaxFilename:
+		bad = fmt.Sprintf("is longer than %d bytes", identity.MaxFilename)
+	case !utf8.ValidString(name):
+		bad = "is no UTF-8"
+	case strings.HasPrefix(name, "/"):
+		bad = "is absolute"
+	case strings.Contains(name, `\`):
+		bad = "has a backslash"
+	case strings.ContainsFunc(name, Control):
+		bad = "has a control character"
+	}
+	for part := range strings.SplitSeq(name, "/") {
+		if part == "" || part == "." || part == ".." {
+			bad = cmp.Or(bad, fmt.Sprintf("has %q as a component", part))
+		}
+	}
+	if bad != "" {
+		return fmt.Errorf("file name %.300q %s", name, bad)
+	}
+	return nil
+}
+
+// Control says whether a rune could make a terminal or a listing show something else than what is there: a control
+// character, newline and tab included, or one that turns the direction of text.
+func Control(r rune) bool { return unicode.IsControl(r) || unicode.Is(unicode.Bidi_Control, r) }

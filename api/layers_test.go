@@ -1,0 +1,32 @@
+package api
+
+import (
+	"strings"
+	"testing"
+
+	v1 "github.com/opencontainers/image-spec/specs-go/v1"
+)
+
+func TestLayerName(t *testing.T) {
+	for name, notes := range map[string]map[string]string{
+		"":          {},
+		"a":         {AnnotationFilepath: "a", v1.AnnotationTitle: "a", AnnotationCNAIPath: "b"},
+		"x/y.json":  {v1.AnnotationTitle: "x/y.json"},
+		"c":         {AnnotationCNAIPath: "c"},
+		"..a/b..":   {AnnotationFilepath: "..a/b.."},
+		"größe.txt": {AnnotationFilepath: "größe.txt"},
+	} {
+		if got, err := LayerName(notes); got != name || err != nil {
+			t.Errorf("%v: %q, %v", notes, got, err)
+		}
+	}
+	if got, err := LayerName(map[string]string{AnnotationFilepath: "a", v1.AnnotationTitle: "b"}); got != "" || err == nil {
+		t.Errorf("two names give %q", got)
+	}
+	for _, bad := range []string{"/a", "..", "a/../b", "./a", "a//b", "a/", `a\b`, "a\x00", "a\n", "a\x1b[1m", "a\u009b", "a\u202e",
+		"a\xff", strings.Repeat("a", 256)} {
+		if got, err := LayerName(map[string]string{AnnotationFilepath: bad}); got != "" || err == nil {
+			t.Errorf("%q is taken as %q", bad, got)
+		}
+	}
+}
