@@ -31,6 +31,10 @@ var (
 	ErrDamaged = errors.New("store is damaged")
 	// ErrNotStore: the place is not a store of this kind, or not yet made one.
 	ErrNotStore = errors.New("not a store")
+	// ErrInUse: another process owns the store.
+	ErrInUse = errors.New("store is in use")
+	// ErrUnavailable: the place where the store is can't be reached, or is overloaded, also after retries.
+	ErrUnavailable = errors.New("store is not available")
 )
 
 // Info describes one stored blob.
@@ -46,9 +50,10 @@ type Info struct {
 type Store interface {
 	// Stat describes a blob, or returns ErrNotFound.
 	Stat(ctx context.Context, d identity.Digest) (Info, error)
-	// Open reads n bytes of a blob from off; n < 0 means to the end. The reader implements io.WriterTo in a way that
-	// lets an HTTP response use sendfile where the engine has a file. ErrNotFound.
-	Open(ctx context.Context, d identity.Digest, off, n int64) (io.ReadCloser, error)
+	// Open reads n bytes of the copy that i, which Stat, Commit or List gave, names, from off; n < 0 means to the end.
+	// The reader implements io.WriterTo in a way that lets an HTTP response use sendfile where the engine has a file.
+	// ErrNotFound, also when there is another copy by now.
+	Open(ctx context.Context, i Info, off, n int64) (io.ReadCloser, error)
 	// Create opens an upload. hint is the digest that Commit will ask for, or zero; size the number of bytes to come,
 	// or negative when not known. Both are promises of the client: Append refuses what goes past size.
 	Create(ctx context.Context, hint identity.Digest, size int64) (Upload, error)
@@ -61,8 +66,8 @@ type Store interface {
 	List(ctx context.Context, after identity.Digest) iter.Seq2[Info, error]
 }
 
-// Upload is one blob on its way in. At most one of Append, Commit and Abort runs at a time, over all processes: the
-// others get ErrUploadBusy at once. Size and ID may be called at any time.
+// Upload is one blob on its way in. At most one of Append, Commit, Finish and Abort runs at a time, over all processes:
+// the others get ErrUploadBusy at once. Size and ID may be called at any time.
 type Upload interface {
 	ID() string  // letters, digits and '-' only; unguessable
 	Size() int64 // bytes received
@@ -73,6 +78,9 @@ type Upload interface {
 	// Commit makes the upload the blob want. It is durable and visible on return and the upload is gone. If the store
 	// already holds want, the copy that is there stays. ErrDigestMismatch and ErrSizeMismatch keep nothing.
 	Commit(ctx context.Context, want identity.Digest) (Info, error)
+	// Finish is Append and Commit in one call, without making durable on the way what the blob will make durable. If r
+	// fails, the upload stays with what was received, as after an Append that failed. The errors are those of both.
+	Finish(ctx context.Context, off int64, r io.Reader, want identity.Digest) (Info, error)
 	// Abort drops the upload and its bytes. It is no error if the upload is gone already.
 	Abort(ctx context.Context) error
 }
@@ -86,8 +94,9 @@ type Uploads interface {
 // UploadInfo describes an open upload.
 type UploadInfo struct {
 	ID      string
-	Size    int64     // bytes received
-	Touched time.Time // last time a byte was stored
+	Hint    identity.Digest // what Create was told; zero for nothing
+	Size    int64           // bytes received
+	Touched time.Time       // last time a byte was stored
 }
 
 // Ref is one acknowledged change of a repository: a name (a tag, or a manifest digest in text form) that now points

@@ -127,12 +127,24 @@ func (r *Registry) getBlob(w *response, q *request) error {
 		w.WriteHeader(status)
 		return nil
 	}
-	return r.sendBlob(w, q, d, off, n, status)
+	return r.sendBlob(w, q, i, off, n, status)
+}
+
+// held lets manifests be classified by what the store holds.
+type held struct{ blobstore.Store }
+
+// Open implements classify.Blobs.
+func (h held) Open(ctx context.Context, d identity.Digest, off, n int64) (io.ReadCloser, error) {
+	i, err := h.Stat(ctx, d)
+	if err != nil {
+		return nil, err
+	}
+	return h.Store.Open(ctx, i, off, n)
 }
 
 // sendBlob answers with a part of a blob that the caller was just found to see.
-func (r *Registry) sendBlob(w *response, q *request, d identity.Digest, off, n int64, status int) error {
-	body, err := r.store.Open(q.Context(), d, off, n)
+func (r *Registry) sendBlob(w *response, q *request, i blobstore.Info, off, n int64, status int) error {
+	body, err := r.store.Open(q.Context(), i, off, n)
 	if err != nil {
 		return err
 	}
@@ -140,7 +152,7 @@ func (r *Registry) sendBlob(w *response, q *request, d identity.Digest, off, n i
 	w.WriteHeader(status)
 	sent, err := io.Copy(w, body)
 	if err == nil && sent != n {
-		err = fmt.Errorf("blob %s: store gave %d bytes of %d", d, sent, n)
+		err = fmt.Errorf("blob %s: store gave %d bytes of %d", i.Digest, sent, n)
 	}
 	return err
 }

@@ -209,7 +209,7 @@ func (r *Registry) derive(
 		r.heavy.Lock()
 		defer r.heavy.Unlock()
 	}
-	a, err := classify.Classify(ctx, r.store, m)
+	a, err := classify.Classify(ctx, held{r.store}, m)
 	if err != nil {
 		return index.PutManifest{}, err
 	}

@@ -109,63 +109,75 @@ func (r *Registry) AppendUpload(ctx context.Context, c access.Caller, repo, id s
 	if err != nil {
 		return 0, err
 	}
-	return r.append(ctx, s, u, ch)
+	if err := ch.place(s.Size(), u.Size); err != nil {
+		return s.Size(), err
+	}
+	n, err := s.Append(ctx, ch.Offset, ch.Body)
+	return ch.Offset + n, r.notFull(ctx, s, err)
 }
 
-func (r *Registry) append(ctx context.Context, s blobstore.Upload, u index.Upload, ch Chunk) (int64, error) {
-	at := s.Size()
+// notFull drops an upload for which the store had no room: its space is wanted back at once.
+func (r *Registry) notFull(ctx context.Context, s blobstore.Upload, err error) error {
+	if errors.Is(asAPI(err), api.ErrStoreFull) {
+		err = errors.Join(err, r.drop(context.WithoutCancel(ctx), s.ID()))
+	}
+	return err
+}
+
+// place checks that the chunk goes on where the upload, which was announced with a size or a negative number, ends.
+func (ch *Chunk) place(at, announced int64) error {
 	if ch.Offset < 0 {
 		ch.Offset = at
 	}
 	switch {
 	case ch.Offset != at:
-		return at, api.Errorf(api.CodeRangeInvalid, "chunk starts at byte %d, but the upload has %d bytes", ch.Offset, at)
-	case u.Size >= 0 && ch.Size > u.Size-at:
-		return at, api.Errorf(api.CodeSizeInvalid, "chunk of %d bytes at byte %d of an upload announced with %d bytes",
-			ch.Size, at, u.Size)
+		return api.Errorf(api.CodeRangeInvalid, "chunk starts at byte %d, but the upload has %d bytes", ch.Offset, at)
+	case announced >= 0 && ch.Size > announced-at:
+		return api.Errorf(api.CodeSizeInvalid, "chunk of %d bytes at byte %d of an upload announced with %d bytes",
+			ch.Size, at, announced)
 	}
-	n, err := s.Append(ctx, ch.Offset, ch.Body)
-	if errors.Is(asAPI(err), api.ErrStoreFull) {
-		err = errors.Join(err, r.drop(ctx, s.ID())) // its space is wanted back at once
-	}
-	return at + n, err
+	return nil
 }
 
-// CommitUpload closes an upload as the blob d and makes it visible in the repository. It is durable on return. The
-// bytes are verified, and on ErrDigestInvalid and ErrSizeInvalid nothing of the upload is kept. ErrBlobUploadUnknown.
-func (r *Registry) CommitUpload(
+// FinishUpload adds the last chunk, which may be empty, closes the upload as the blob d and makes it visible in the
+// repository. It is durable on return. The bytes are verified, and on ErrDigestInvalid and ErrSizeInvalid nothing of
+// the upload is kept. A body that breaks off is no end: the upload stays, with as many bytes as are returned. The
+// errors are those of AppendUpload.
+func (r *Registry) FinishUpload(
 	ctx context.Context,
 	c access.Caller,
 	repo, id string,
+	ch Chunk,
 	d identity.Digest,
-) (blobstore.Info, error) {
-	s, _, err := r.upload(ctx, c, repo, id)
+) (i blobstore.Info, kept int64, err error) {
+	s, u, err := r.upload(ctx, c, repo, id)
 	if err != nil {
-		return blobstore.Info{}, err
+		return i, 0, err
 	}
-	return r.commit(ctx, s, repo, d)
+	if err := ch.place(s.Size(), u.Size); err != nil {
+		return i, s.Size(), err
+	}
+	ctx = context.WithoutCancel(ctx) // a client that waits no longer finds the blob when it asks again
+	i, err = s.Finish(ctx, ch.Offset, ch.Body, d)
+	return i, s.Size(), r.finished(ctx, s, repo, d, i, r.notFull(ctx, s, err))
 }
 
-func (r *Registry) commit(
-	ctx context.Context,
-	s blobstore.Upload,
-	repo string,
-	d identity.Digest,
-) (blobstore.Info, error) {
-	ctx = context.WithoutCancel(ctx) // a client that waits no longer finds the blob when it asks again
-	i, err := s.Commit(ctx, d)
+// finished records how the store closed an upload.
+func (r *Registry) finished(
+	ctx context.Context, s blobstore.Upload, repo string, d identity.Digest, i blobstore.Info, err error,
+) error {
 	switch {
 	case errors.Is(err, blobstore.ErrDigestMismatch):
 		err = api.Errorf(api.CodeDigestInvalid, "what was uploaded is not %s: digest mismatch", d)
-		return i, errors.Join(err, r.forget(ctx, s.ID()))
+		return errors.Join(err, r.forget(ctx, s.ID()))
 	case errors.Is(err, blobstore.ErrSizeMismatch):
 		err = api.Errorf(api.CodeSizeInvalid, "what was uploaded is not of the announced size")
-		return i, errors.Join(err, r.forget(ctx, s.ID()))
+		return errors.Join(err, r.forget(ctx, s.ID()))
 	case err != nil:
-		return i, err
+		return err
 	}
 	r.handles.Delete(s.ID())
-	return i, r.link(ctx, repo, i, index.DeleteUpload{ID: s.ID()})
+	return r.link(ctx, repo, i, index.DeleteUpload{ID: s.ID()})
 }
 
 // CancelUpload drops an upload and its bytes. ErrBlobUploadUnknown.
@@ -327,14 +339,9 @@ func (r *Registry) finish(w *response, q *request, repo, id string, d identity.D
 	if err != nil {
 		return err
 	}
-	if q.ContentLength != 0 {
-		if n, err := r.AppendUpload(q.Context(), q.caller, repo, id, ch); err != nil {
-			return w.notAppended(q, repo, id, n, err)
-		}
-	}
-	i, err := r.CommitUpload(q.Context(), q.caller, repo, id, d)
+	i, n, err := r.FinishUpload(q.Context(), q.caller, repo, id, ch, d)
 	if err != nil {
-		return err
+		return w.notAppended(q, repo, id, n, err)
 	}
 	w.created(api.PathBlob(repo, i.Digest), i.Digest)
 	return nil

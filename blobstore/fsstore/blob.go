@@ -56,27 +56,26 @@ func (st *Store) Stat(ctx context.Context, d identity.Digest) (blobstore.Info, e
 
 // Open implements blobstore.Store. The reader ends at the end of the blob also when n goes past it; it is an error if
 // off does. Bytes are not checked again. The file stays readable after a Delete.
-func (st *Store) Open(ctx context.Context, d identity.Digest, off, n int64) (io.ReadCloser, error) {
-	f, err := os.Open(st.path(d))
+func (st *Store) Open(ctx context.Context, i blobstore.Info, off, n int64) (io.ReadCloser, error) {
+	f, err := os.Open(st.path(i.Digest))
 	if err != nil {
-		return nil, absent("open blob", d, err)
+		return nil, absent("open blob", i.Digest, err)
 	}
-	if st.names.isHidden(d) {
-		f.Close()
-		return nil, absent("open blob", d, nil)
-	}
-	r, err := st.section(f, off, n)
+	r, err := st.section(f, i, off, n)
 	if err != nil {
 		f.Close()
-		return nil, fmt.Errorf("open blob %s: %w", d, err)
+		return nil, absent("open blob", i.Digest, err)
 	}
 	return r, nil
 }
 
-func (st *Store) section(f *os.File, off, n int64) (*reader, error) {
+func (st *Store) section(f *os.File, i blobstore.Info, off, n int64) (*reader, error) {
 	fi, err := f.Stat()
 	if err != nil {
 		return nil, err
+	}
+	if st.names.isHidden(i.Digest) || describeFile(i.Digest, fi).Generation != i.Generation {
+		return nil, blobstore.ErrNotFound
 	}
 	if off < 0 || off > fi.Size() {
 		return nil, fmt.Errorf("offset %d is outside of its %d bytes", off, fi.Size())

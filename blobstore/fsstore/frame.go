@@ -3,10 +3,8 @@ package fsstore
 import (
 	"crypto/rand"
 	"encoding/binary"
-	"errors"
 	"fmt"
 	"hash/crc32"
-	"time"
 
 	"github.com/kiln-registry/kiln-registry/blobstore"
 )
@@ -22,27 +20,24 @@ import (
 // whose synced lies behind a broken frame proves that the broken one was durable once, so that it was damaged later and
 // is not the end of an unfinished write.
 //
-// A payload is a count and so many refs; see appendRef. Its integers are varints and its strings have their length
-// before them.
+// A payload is what blobstore.EncodeRefs makes.
 const (
 	logMagic      = "KILNREFS"
 	logVersion    = 1
 	logHeaderSize = 8 + 4 + 16 + 4
 	frameMagic    = "KRF1"
 	frameHead     = 4 + 4 + 8 + 4 + 4
-	maxPayload    = 16 << 20
-	maxRefs       = 1<<refBits - 1 // in one Put
 )
 
 // A Position is the offset of a frame and, in its low bits, how many of the frame's refs come before it.
-const refBits = 12
+const refBits = 12 // which MaxRefs fits into
 
 func positionAt(offset int64, refs int) blobstore.Position {
 	return blobstore.Position(offset)<<refBits | blobstore.Position(refs)
 }
 
 func splitPosition(p blobstore.Position) (offset int64, refs int) {
-	return int64(p >> refBits), int(p & maxRefs)
+	return int64(p >> refBits), int(p & blobstore.MaxRefs)
 }
 
 func newLogHeader() []byte {
@@ -101,137 +96,5 @@ func parseHead(b []byte, offset int64, salt []byte) (head, bool) {
 		synced: int64(binary.LittleEndian.Uint64(b[8:])),
 		body:   binary.LittleEndian.Uint32(b[16:]),
 	}
-	return h, h.length <= maxPayload && h.synced >= logHeaderSize && h.synced <= offset
-}
-
-// encodeRefs makes the payload of one Put.
-func encodeRefs(refs []blobstore.Ref) ([]byte, error) {
-	if len(refs) > maxRefs {
-		return nil, fmt.Errorf("%d refs at once: the limit is %d", len(refs), maxRefs)
-	}
-	b := binary.AppendUvarint(nil, uint64(len(refs)))
-	for i := range refs {
-		b = appendRef(b, &refs[i])
-	}
-	if len(b) > maxPayload {
-		return nil, fmt.Errorf("refs of %d bytes at once: the limit is %d", len(b), maxPayload)
-	}
-	return b, nil
-}
-
-// The flags of a ref.
-const (
-	flagDeleted = 1 << iota
-	flagTime
-	flagsKnown = flagDeleted | flagTime
-)
-
-func appendRef(b []byte, r *blobstore.Ref) []byte {
-	var flags byte
-	if r.Deleted {
-		flags |= flagDeleted
-	}
-	if !r.Time.IsZero() {
-		flags |= flagTime
-	}
-	b = append(b, flags)
-	b = appendBytes(b, r.Repo)
-	b = appendBytes(b, r.Name)
-	b = binary.AppendUvarint(b, r.Seq)
-	b = append(b, r.Digest[:]...)
-	b = appendBytes(b, r.MediaType)
-	b = appendBytes(b, r.Manifest)
-	if flags&flagTime != 0 {
-		b = binary.AppendVarint(b, r.Time.Unix())
-		b = binary.AppendUvarint(b, uint64(r.Time.Nanosecond()))
-	}
-	return b
-}
-
-func appendBytes[T string | []byte](b []byte, s T) []byte {
-	return append(binary.AppendUvarint(b, uint64(len(s))), s...)
-}
-
-var errShort = errors.New("payload ends too early")
-
-// payload reads what encodeRefs wrote. After an error its reads return zeros.
-type payload struct {
-	b   []byte
-	err error
-}
-
-func (p *payload) take(n uint64) []byte {
-	if uint64(len(p.b)) < n {
-		p.b, p.err = nil, errShort
-		return nil
-	}
-	b := p.b[:n]
-	p.b = p.b[n:]
-	return b
-}
-
-func (p *payload) bytes() []byte { return p.take(p.uvarint()) }
-
-func (p *payload) byte() (c byte) {
-	if b := p.take(1); b != nil {
-		c = b[0]
-	}
-	return c
-}
-
-func (p *payload) uvarint() uint64 {
-	v, n := binary.Uvarint(p.b)
-	p.take(uint64(max(n, 0)))
-	if n <= 0 {
-		p.b, p.err = nil, errShort
-	}
-	return v
-}
-
-func (p *payload) varint() int64 {
-	v, n := binary.Varint(p.b)
-	p.take(uint64(max(n, 0)))
-	if n <= 0 {
-		p.b, p.err = nil, errShort
-	}
-	return v
-}
-
-// decodeRefs reads a payload. The manifests are part of b.
-func decodeRefs(b []byte) ([]blobstore.Ref, error) {
-	p := payload{b: b}
-	n := p.uvarint()
-	if n > maxRefs {
-		return nil, fmt.Errorf("payload of %d refs: the limit is %d", n, maxRefs)
-	}
-	refs := make([]blobstore.Ref, n)
-	for i := range refs {
-		if err := p.ref(&refs[i]); err != nil {
-			return nil, err
-		}
-	}
-	if len(p.b) > 0 {
-		return nil, fmt.Errorf("payload has %d bytes too many", len(p.b))
-	}
-	return refs, p.err
-}
-
-func (p *payload) ref(r *blobstore.Ref) error {
-	flags := p.byte()
-	if flags&^flagsKnown != 0 {
-		return fmt.Errorf("ref with unknown flags %#x", flags)
-	}
-	r.Deleted = flags&flagDeleted != 0
-	r.Repo = string(p.bytes())
-	r.Name = string(p.bytes())
-	r.Seq = p.uvarint()
-	copy(r.Digest[:], p.take(uint64(len(r.Digest))))
-	r.MediaType = string(p.bytes())
-	if m := p.bytes(); len(m) > 0 {
-		r.Manifest = m
-	}
-	if flags&flagTime != 0 {
-		r.Time = time.Unix(p.varint(), int64(p.uvarint())).UTC()
-	}
-	return p.err
+	return h, h.length <= blobstore.MaxRefsBytes && h.synced >= logHeaderSize && h.synced <= offset
 }

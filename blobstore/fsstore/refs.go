@@ -58,11 +58,11 @@ func openLog(disk durable.Disk, path string, notify func(string)) (*refLog, erro
 
 func (l *refLog) recover(notify func(string)) error {
 	b := make([]byte, logHeaderSize)
-	if _, err := l.f.ReadAt(b, 0); err != nil && err != io.EOF {
+	n, err := l.f.ReadAt(b, 0)
+	if err != nil && err != io.EOF {
 		return err
 	}
-	var err error
-	if l.salt, err = parseLogHeader(b); err != nil {
+	if l.salt, err = parseLogHeader(b[:n]); err != nil {
 		return err
 	}
 	size, err := l.f.Size()
@@ -152,7 +152,7 @@ func (l *refLog) put(ctx context.Context, refs []blobstore.Ref) (blobstore.Posit
 	if err := ctx.Err(); err != nil {
 		return 0, fmt.Errorf("put refs: %w", err)
 	}
-	payload, err := encodeRefs(refs)
+	payload, err := blobstore.EncodeRefs(refs)
 	if err != nil {
 		return 0, fmt.Errorf("put refs: %w", err)
 	}
@@ -175,7 +175,7 @@ func (l *refLog) flush() error {
 	l.mu.Unlock()
 	for len(queue) > 0 {
 		n, size := 0, 0
-		for n < len(queue) && (n == 0 || size+len(queue[n].payload) <= maxPayload) {
+		for n < len(queue) && (n == 0 || size+len(queue[n].payload) <= blobstore.MaxRefsBytes) {
 			size += frameHead + len(queue[n].payload)
 			n++
 		}
@@ -268,7 +268,7 @@ func (l *refLog) since(ctx context.Context, after blobstore.Position, yield func
 		} else if err != nil {
 			return err
 		}
-		refs, err := decodeRefs(payload)
+		refs, err := blobstore.DecodeRefs(payload)
 		if err != nil {
 			return fmt.Errorf("%w: %s at byte %d: %w", blobstore.ErrDamaged, refsName, start, err)
 		}

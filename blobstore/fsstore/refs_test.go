@@ -105,7 +105,7 @@ func TestTornBatch(t *testing.T) {
 	start, size := sizes[1], 0
 	var batch []*frame
 	for seq := range uint64(3) {
-		payload, err := encodeRefs([]blobstore.Ref{{Seq: 2 + seq, Manifest: make([]byte, 10)}})
+		payload, err := blobstore.EncodeRefs([]blobstore.Ref{{Seq: 2 + seq, Manifest: make([]byte, 10)}})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -287,42 +287,20 @@ func TestPutsShareSyncs(t *testing.T) {
 
 func TestPutLimits(t *testing.T) {
 	st, _ := openFaulty(t)
-	if _, err := st.Put(t.Context(), make([]blobstore.Ref, maxRefs)...); err != nil {
+	if _, err := st.Put(t.Context(), make([]blobstore.Ref, blobstore.MaxRefs)...); err != nil {
 		t.Error(err)
 	}
-	if _, err := st.Put(t.Context(), make([]blobstore.Ref, maxRefs+1)...); err == nil {
+	if _, err := st.Put(t.Context(), make([]blobstore.Ref, blobstore.MaxRefs+1)...); err == nil {
 		t.Error("too many refs: no error")
 	}
-	if _, err := st.Put(t.Context(), blobstore.Ref{Manifest: make([]byte, maxPayload)}); err == nil {
+	if _, err := st.Put(t.Context(), blobstore.Ref{Manifest: make([]byte, blobstore.MaxRefsBytes)}); err == nil {
 		t.Error("too many bytes: no error")
 	}
-	if _, err := st.Put(t.Context(), blobstore.Ref{Seq: 7, Manifest: make([]byte, maxPayload-1000)}); err != nil {
+	if _, err := st.Put(t.Context(), blobstore.Ref{Seq: 7, Manifest: make([]byte, blobstore.MaxRefsBytes-1000)}); err != nil {
 		t.Error(err)
 	}
 	got, err := seqs(t, st)
-	if err != nil || len(got) != maxRefs+1 || got[maxRefs] != 7 {
+	if err != nil || len(got) != blobstore.MaxRefs+1 || got[blobstore.MaxRefs] != 7 {
 		t.Errorf("%d refs, %v", len(got), err)
 	}
-}
-
-func FuzzDecodeRefs(f *testing.F) {
-	b, err := encodeRefs([]blobstore.Ref{{Repo: "r", Name: "n", Seq: 1, Manifest: []byte("{}")}, {Deleted: true}})
-	if err != nil {
-		f.Fatal(err)
-	}
-	f.Add(b)
-	f.Add(emptyPayload)
-	f.Fuzz(func(t *testing.T, b []byte) {
-		refs, err := decodeRefs(b)
-		if err != nil {
-			return
-		}
-		again, err := encodeRefs(refs)
-		if err != nil {
-			t.Fatal(err)
-		}
-		if _, err := decodeRefs(again); err != nil {
-			t.Fatal(err)
-		}
-	})
 }

@@ -7,8 +7,6 @@ import (
 	"net/http/httptest"
 	"os"
 	"testing"
-
-	"github.com/kiln-registry/kiln-registry/identity"
 )
 
 // sink is a response that remembers what it was given to read from.
@@ -27,7 +25,7 @@ func TestResponseSeesTheFile(t *testing.T) {
 	st, _ := openFaulty(t)
 	b := pattern(300_000, "sendfile")
 	i := push(t, st, b)
-	r, err := st.Open(t.Context(), i.Digest, 1000, 200_000)
+	r, err := st.Open(t.Context(), i, 1000, 200_000)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -49,9 +47,9 @@ func TestResponseSeesTheFile(t *testing.T) {
 func TestServe(t *testing.T) {
 	st, _ := openFaulty(t)
 	b := pattern(3<<20, "served")
-	push(t, st, b)
+	i := push(t, st, b)
 	srv := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		body, err := st.Open(r.Context(), identity.Sum(b), 5, 2<<20)
+		body, err := st.Open(r.Context(), i, 5, 2<<20)
 		if err != nil {
 			t.Error(err)
 			return

@@ -225,6 +225,28 @@ func (s *session) point() (sl slot, err error) {
 	return sl, sl.setHash(s.hash)
 }
 
+// begins checks that an append starts where the upload ends.
+func (s *session) begins(off int64) error {
+	if off != s.size {
+		return fmt.Errorf("%w: it has %d bytes, not %d", blobstore.ErrOffset, s.size, off)
+	}
+	return nil
+}
+
+// sync makes everything that was received durable without saving the state, which is not needed by an upload that ends.
+func (s *session) sync() error {
+	if s.failed == nil && s.saved.Count > 0 && s.saved.Covered == s.size {
+		return nil
+	}
+	if s.failed == nil {
+		s.failed = s.data.Sync()
+	}
+	if s.failed == nil {
+		return nil
+	}
+	return s.save()
+}
+
 // save makes everything that was received durable, and then the state. If that fails, now or earlier in the background,
 // the upload goes back to the last state that was saved: after a failed sync nothing is known about the bytes after it.
 func (s *session) save() error {

@@ -33,7 +33,8 @@ func validID(id string) bool {
 }
 
 // Create implements blobstore.Store. An announced size that is more than what is free is ErrNoSpace before the bytes
-// come, but no space is taken for it: whoever announces much and sends nothing keeps nobody else out. The upload itself becomes durable with its first Append.
+// come, but no space is taken for it: whoever announces much and sends nothing keeps
+// nobody else out. The upload itself becomes durable with its first Append.
 func (st *Store) Create(ctx context.Context, hint identity.Digest, size int64) (blobstore.Upload, error) {
 	id, err := st.create(hint, size)
 	if err != nil {
@@ -100,13 +101,16 @@ func (st *Store) Resume(ctx context.Context, id string) (blobstore.Upload, error
 func (st *Store) Uploads(ctx context.Context) iter.Seq2[blobstore.UploadInfo, error] {
 	return func(yield func(blobstore.UploadInfo, error) bool) {
 		err := st.eachUploadFile(ctx, func(id, ext string) error {
-			fi, err := os.Lstat(st.uploadPath(id, ext))
-			if ext != uploadData || errors.Is(err, fs.ErrNotExist) {
+			if ext != uploadData {
+				return nil
+			}
+			i, err := st.describeUpload(id)
+			if errors.Is(err, fs.ErrNotExist) {
 				return nil
 			} else if err != nil {
 				return err
 			}
-			if !yield(blobstore.UploadInfo{ID: id, Size: fi.Size(), Touched: fi.ModTime()}, nil) {
+			if !yield(i, nil) {
 				return errStop
 			}
 			return nil
@@ -118,6 +122,29 @@ func (st *Store) Uploads(ctx context.Context) iter.Seq2[blobstore.UploadInfo, er
 }
 
 var errStop = errors.New("stop")
+
+func (st *Store) describeUpload(id string) (i blobstore.UploadInfo, err error) {
+	fi, err := os.Lstat(st.uploadPath(id, uploadData))
+	if err != nil {
+		return i, err
+	}
+	i = blobstore.UploadInfo{ID: id, Size: fi.Size(), Touched: fi.ModTime()}
+	f, err := st.disk.OpenFile(st.uploadPath(id, uploadState), os.O_RDONLY, 0)
+	if err != nil {
+		return i, err
+	}
+	defer f.Close()
+	slots, err := readSlots(f)
+	for _, sl := range slots {
+		if sl != nil {
+			i.Hint = sl.Hint
+		}
+	}
+	if errors.Is(err, blobstore.ErrDamaged) {
+		err = nil // it is listed all the same: whoever resumes it is told
+	}
+	return i, err
+}
 
 func (st *Store) eachUploadFile(ctx context.Context, fn func(id, ext string) error) error {
 	return eachName(ctx, filepath.Join(st.dir, uploadsName), func(name string) error {
@@ -176,8 +203,8 @@ func (u *upload) Append(ctx context.Context, off int64, r io.Reader) (int64, err
 		return 0, fmt.Errorf("append to upload %s: %w", u.id, err)
 	}
 	defer s.close()
-	if off != s.size {
-		return 0, fmt.Errorf("append to upload %s: %w: it has %d bytes, not %d", u.id, blobstore.ErrOffset, s.size, off)
+	if err := s.begins(off); err != nil {
+		return 0, fmt.Errorf("append to upload %s: %w", u.id, err)
 	}
 	err = s.receive(ctx, r)
 	if saved := s.save(); saved != nil {
@@ -206,10 +233,47 @@ func (u *upload) commit(ctx context.Context, want identity.Digest) (blobstore.In
 	}
 	defer s.close()
 	u.size.Store(s.size)
+	return u.end(ctx, s, want)
+}
+
+// Finish implements blobstore.Upload. The bytes of r are synced once, and no state is saved for the last of them.
+func (u *upload) Finish(ctx context.Context, off int64, r io.Reader, want identity.Digest) (blobstore.Info, error) {
+	i, err := u.finish(ctx, off, r, want)
+	if err != nil {
+		err = fmt.Errorf("finish upload %s: %w", u.id, full(err))
+	}
+	return i, err
+}
+
+func (u *upload) finish(ctx context.Context, off int64, r io.Reader, want identity.Digest) (blobstore.Info, error) {
+	s, err := u.st.open(ctx, u.id)
+	if err != nil {
+		return blobstore.Info{}, err
+	}
+	defer s.close()
+	if err := s.begins(off); err != nil {
+		return blobstore.Info{}, err
+	}
+	err = s.receive(ctx, r)
+	if errors.Is(err, blobstore.ErrSizeMismatch) {
+		return blobstore.Info{}, errors.Join(err, u.st.drop(u.id))
+	}
+	if err != nil || s.failed != nil {
+		err = errors.Join(err, s.save())
+		u.size.Store(s.size)
+		return blobstore.Info{}, err
+	}
+	u.size.Store(s.size)
+	return u.end(ctx, s, want)
+}
+
+// end makes an upload that has all its bytes a blob.
+func (u *upload) end(ctx context.Context, s *session, want identity.Digest) (blobstore.Info, error) {
 	if err := s.check(want); err != nil {
 		return blobstore.Info{}, errors.Join(err, u.st.drop(u.id))
 	}
-	if err := s.save(); err != nil {
+	if err := s.sync(); err != nil {
+		u.size.Store(s.size)
 		return blobstore.Info{}, err
 	}
 	i, err := u.st.publish(ctx, s, want)

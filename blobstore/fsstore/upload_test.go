@@ -296,13 +296,14 @@ func TestHiddenUntilDurable(t *testing.T) {
 	if _, err := pushAll(st, b); !errors.Is(err, syscall.EIO) {
 		t.Fatal(err)
 	}
-	if _, err := os.Stat(st.path(d)); err != nil {
+	fi, err := os.Stat(st.path(d))
+	if err != nil {
 		t.Fatal(err) // it is there, and that is the point
 	}
 	if _, err := st.Stat(t.Context(), d); !errors.Is(err, blobstore.ErrNotFound) {
 		t.Errorf("stat: %v", err)
 	}
-	if _, err := st.Open(t.Context(), d, 0, -1); !errors.Is(err, blobstore.ErrNotFound) {
+	if _, err := st.Open(t.Context(), describeFile(d, fi), 0, -1); !errors.Is(err, blobstore.ErrNotFound) {
 		t.Errorf("open: %v", err)
 	}
 	for i, err := range st.List(t.Context(), identity.Digest{}) {

@@ -175,11 +175,12 @@ func (st *Store) Stat(ctx context.Context, d identity.Digest) (i blobstore.Info,
 }
 
 // Open implements blobstore.Store. It hashes the whole blob.
-func (st *Store) Open(ctx context.Context, d identity.Digest, off, n int64) (r io.ReadCloser, err error) {
+func (st *Store) Open(ctx context.Context, i blobstore.Info, off, n int64) (r io.ReadCloser, err error) {
+	d := i.Digest
 	err = st.view(ctx, func() error {
 		b := st.blobs[d]
 		switch {
-		case b == nil:
+		case b == nil || b.Generation != i.Generation:
 			return fmt.Errorf("open blob %s: %w", d, blobstore.ErrNotFound)
 		case identity.Sum(b.data) != d:
 			return fmt.Errorf("open blob %s: %w", d, blobstore.ErrDamaged)
@@ -245,7 +246,7 @@ func (st *Store) Uploads(ctx context.Context) iter.Seq2[blobstore.UploadInfo, er
 		err := st.view(ctx, func() error {
 			for _, id := range slices.Collect(maps.Keys(st.uploads)) {
 				s := st.uploads[id]
-				found = append(found, blobstore.UploadInfo{ID: id, Size: int64(len(s.data)), Touched: s.touched})
+				found = append(found, blobstore.UploadInfo{ID: id, Hint: s.hint, Size: int64(len(s.data)), Touched: s.touched})
 			}
 			return nil
 		})

@@ -152,6 +152,16 @@ func (u *upload) Commit(ctx context.Context, want identity.Digest) (i blobstore.
 	return i, nil
 }
 
+// Finish implements blobstore.Upload.
+func (u *upload) Finish(ctx context.Context, off int64, r io.Reader, want identity.Digest) (blobstore.Info, error) {
+	if _, err := u.Append(ctx, off, r); errors.Is(err, blobstore.ErrSizeMismatch) {
+		return blobstore.Info{}, errors.Join(err, u.Abort(ctx))
+	} else if err != nil {
+		return blobstore.Info{}, err
+	}
+	return u.Commit(ctx, want)
+}
+
 func (s *session) check(want identity.Digest) error {
 	got := identity.DigestOf(s.hash)
 	switch {

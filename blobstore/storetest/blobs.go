@@ -37,7 +37,7 @@ func testRoundTrip(e *env) {
 
 func testRanges(e *env) {
 	b := random(2, 1<<20+17)
-	d := e.put(b).Digest
+	i := e.put(b)
 	size := int64(len(b))
 	for _, r := range [][2]int64{
 		{0, -1}, {0, 0}, {0, 1}, {5, 300 << 10}, {size - 1, 1}, {size, -1}, {size, 0}, {7, -1}, {size - 5, 100},
@@ -47,17 +47,17 @@ func testRanges(e *env) {
 		if n >= 0 {
 			want = want[:min(n, int64(len(want)))]
 		}
-		e.sameRange(d, off, n, want)
+		e.sameRange(i, off, n, want)
 	}
 	for _, off := range []int64{-1, size + 1} {
-		if _, err := e.st.Open(e.ctx, d, off, 1); err == nil {
+		if _, err := e.st.Open(e.ctx, i, off, 1); err == nil {
 			e.Errorf("open at %d of %d bytes: no error", off, size)
 		}
 	}
 }
 
 // sameRange reads a range in each way that a reader has.
-func (e *env) sameRange(d identity.Digest, off, n int64, want []byte) {
+func (e *env) sameRange(i blobstore.Info, off, n int64, want []byte) {
 	e.Helper()
 	for _, how := range []func(io.Writer, io.Reader) (int64, error){
 		func(w io.Writer, r io.Reader) (int64, error) { return r.(io.WriterTo).WriteTo(w) },
@@ -66,7 +66,7 @@ func (e *env) sameRange(d identity.Digest, off, n int64, want []byte) {
 		},
 		func(w io.Writer, r io.Reader) (int64, error) { return r.(io.WriterTo).WriteTo(struct{ io.Writer }{w}) },
 	} {
-		r, err := e.st.Open(e.ctx, d, off, n)
+		r, err := e.st.Open(e.ctx, i, off, n)
 		e.must(err)
 		var got bytes.Buffer
 		m, err := how(&got, r)
@@ -124,7 +124,7 @@ func testList(e *env) {
 func testDelete(e *env) {
 	b := random(3, 1000)
 	first := e.put(b)
-	open, err := e.st.Open(e.ctx, first.Digest, 0, -1)
+	open, err := e.st.Open(e.ctx, first, 0, -1)
 	e.must(err)
 	defer open.Close()
 
@@ -143,6 +143,8 @@ func testDelete(e *env) {
 		e.Errorf("both copies are generation %s", first.Generation)
 	}
 	e.want("delete of the first copy", e.st.Delete(e.ctx, first), blobstore.ErrNotFound)
+	_, err = e.st.Open(e.ctx, first, 0, -1)
+	e.want("open of the first copy", err, blobstore.ErrNotFound)
 	e.holds(b)
 	e.reopen(true)
 	e.holds(b)

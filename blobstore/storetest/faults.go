@@ -87,6 +87,7 @@ var actions = []action{
 	{"delete", nil, (*grid).delete, (*grid).checkDeleted, false, true},
 	{"put refs", nil, (*grid).putRefs, (*grid).checkRefs, true, true},
 	{"push", nil, (*grid).push, (*grid).checkPushed, true, true},
+	{"finish", nil, (*grid).finishUpload, (*grid).checkCommitted, true, false},
 }
 
 // testFaults lets every change that every action makes fail once, lost and persisted.
@@ -243,6 +244,15 @@ func (g *grid) checkCommitted(ok bool) {
 	if g.next && gone != nil && absent != nil {
 		g.Errorf("neither blob nor upload is left: %v; %v", absent, gone)
 	}
+}
+
+func (g *grid) finishUpload() error {
+	u, err := g.st.Resume(g.ctx, g.id)
+	if err != nil {
+		return err
+	}
+	_, err = u.Finish(g.ctx, u.Size(), bytes.NewReader(g.more[u.Size():]), identity.Sum(g.more))
+	return err
 }
 
 func (g *grid) abort() error { return g.resume(g.id).Abort(g.ctx) }

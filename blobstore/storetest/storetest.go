@@ -45,6 +45,7 @@ func Run(t *testing.T, makeMedium func(t testing.TB) Medium) {
 		{"Ranges", testRanges},
 		{"NotFound", testNotFound},
 		{"Resume", testResume},
+		{"Finish", testFinish},
 		{"Offset", testOffset},
 		{"FailingReader", testFailingReader},
 		{"Cancel", testCancel},
@@ -183,10 +184,19 @@ func (e *env) put(b []byte) blobstore.Info {
 	return e.commit(u, identity.Sum(b))
 }
 
+// openBlob opens a range of a blob.
+func (e *env) openBlob(d identity.Digest, off, n int64) io.ReadCloser {
+	e.Helper()
+	i, err := e.st.Stat(e.ctx, d)
+	e.must(err)
+	r, err := e.st.Open(e.ctx, i, off, n)
+	e.must(err)
+	return r
+}
+
 func (e *env) read(d identity.Digest) []byte {
 	e.Helper()
-	r, err := e.st.Open(e.ctx, d, 0, -1)
-	e.must(err)
+	r := e.openBlob(d, 0, -1)
 	b, err := io.ReadAll(r)
 	e.must(err)
 	e.must(r.Close())
@@ -211,7 +221,7 @@ func (e *env) lacks(d identity.Digest) {
 	e.Helper()
 	_, err := e.st.Stat(e.ctx, d)
 	e.want("stat of an absent blob", err, blobstore.ErrNotFound)
-	_, err = e.st.Open(e.ctx, d, 0, -1)
+	_, err = e.st.Open(e.ctx, blobstore.Info{Digest: d, Generation: "x"}, 0, -1)
 	e.want("open of an absent blob", err, blobstore.ErrNotFound)
 }
 

@@ -39,6 +39,39 @@ func testResume(e *env) {
 	e.holds(b)
 }
 
+// testFinish: the last bytes come with the commit; if they don't all come, the upload goes on from there.
+func testFinish(e *env) {
+	b := random(19, 700<<10)
+	d := identity.Sum(b)
+	for _, before := range []int{0, 300 << 10, len(b)} {
+		u := e.create(d, int64(len(b)))
+		e.add(u, b[:before])
+		_, err := u.Finish(e.ctx, int64(before)-1, bytes.NewReader(b), d)
+		e.want("finish at a wrong offset", err, blobstore.ErrOffset)
+		i, err := u.Finish(e.ctx, int64(before), bytes.NewReader(b[before:]), d)
+		e.must(err)
+		e.holds(b)
+		_, err = e.st.Resume(e.ctx, u.ID())
+		e.want("resume after the end", err, blobstore.ErrUploadUnknown)
+		e.must(e.st.Delete(e.ctx, i))
+	}
+
+	u := e.create(identity.Digest{}, -1)
+	cause := errors.New("reader failed")
+	_, err := u.Finish(e.ctx, 0, io.MultiReader(bytes.NewReader(b[:300<<10+1]), iotest.ErrReader(cause)), d)
+	e.want("finish", err, cause)
+	e.reopen(true)
+	u = e.resume(u.ID())
+	if u.Size() != 300<<10+1 {
+		e.Errorf("%d bytes are left of the %d that came", u.Size(), 300<<10+1)
+	}
+	_, err = u.Finish(e.ctx, u.Size(), bytes.NewReader(b[u.Size():]), identity.Sum(b[1:]))
+	e.want("finish", err, blobstore.ErrDigestMismatch)
+	e.lacks(d)
+	_, err = u.Finish(e.ctx, u.Size(), bytes.NewReader(nil), d)
+	e.want("finish after the mismatch", err, blobstore.ErrUploadUnknown)
+}
+
 func testOffset(e *env) {
 	b := random(11, 1000)
 	u := e.create(identity.Digest{}, -1)
@@ -111,6 +144,12 @@ func testAnnouncedSize(e *env) {
 		e.Errorf("kept %d bytes, announced were %d", more.Size(), len(b)-1)
 	}
 	e.must(more.Abort(e.ctx))
+
+	more = e.create(d, int64(len(b))-1)
+	_, err = more.Finish(e.ctx, 0, bytes.NewReader(b), d)
+	e.want("finish with more than announced", err, blobstore.ErrSizeMismatch)
+	_, err = e.st.Resume(e.ctx, more.ID())
+	e.want("resume after too much", err, blobstore.ErrUploadUnknown)
 
 	less := e.create(d, int64(len(b))+1)
 	e.add(less, b)
@@ -216,7 +255,7 @@ func testUploads(e *env) {
 	before := time.Now().Add(-time.Second)
 	sizes := map[string]int64{}
 	for i := range 5 {
-		u := e.create(identity.Digest{}, -1)
+		u := e.create(identity.Digest{byte(i)}, -1)
 		e.add(u, random(18, i*100))
 		sizes[u.ID()] = int64(i * 100)
 	}
@@ -224,6 +263,9 @@ func testUploads(e *env) {
 	found := e.uploads()
 	for id, size := range sizes {
 		u := found[id]
+		if u.Hint != (identity.Digest{byte(size / 100)}) {
+			e.Errorf("upload %s of %d bytes is to become %s", id, size, u.Hint)
+		}
 		if u.Size != size || u.Touched.Before(before) || u.Touched.After(time.Now().Add(time.Second)) {
 			e.Errorf("upload %s: %+v, want %d bytes, touched just now", id, u, size)
 		}
