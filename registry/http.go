@@ -177,6 +177,7 @@ var outcomes = []struct {
 	{blobstore.ErrDigestMismatch, api.CodeDigestInvalid},
 	{blobstore.ErrSizeMismatch, api.CodeSizeInvalid},
 	{blobstore.ErrNoSpace, api.CodeStoreFull},
+	{blobstore.ErrUnavailable, api.CodeUnavailable},
 	{syscall.ENOSPC, api.CodeStoreFull},
 	{syscall.EDQUOT, api.CodeStoreFull},
 	{index.ErrNotFound, api.CodeManifestUnknown},
