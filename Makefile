@@ -7,7 +7,7 @@ export BENCH KEEP
 BINARIES := .bin/kiln-registry .bin/kiln-push .bin/kiln-pull
 PINS     := internal/tools/go.mod internal/tools/go.sum
 
-.PHONY: all build demo test check fuzz interop bench device docs clean $(BINARIES)
+.PHONY: all build demo test check conformance fuzz interop bench device docs clean $(BINARIES)
 
 all: build
 
@@ -24,6 +24,9 @@ test: ## sets up what the tests need and runs them
 
 check: .tools/bin/staticcheck .tools/bin/govulncheck ## format, vet, staticcheck, import table, race tests, govulncheck
 	scripts/check.sh
+
+conformance: build .tools/bin/conformance ## OCI conformance, spec 1.1 and dev: passed, failed, skipped
+	scripts/conformance.sh
 
 fuzz: ## every fuzz target for FUZZTIME
 	scripts/fuzz.sh
@@ -48,6 +51,10 @@ clean:
 .tools/bin/govulncheck: TOOL := golang.org/x/vuln/cmd/govulncheck
 .tools/bin/oras:        TOOL := oras.land/oras/cmd/oras
 .tools/bin/crane:       TOOL := github.com/google/go-containerregistry/cmd/crane
+
+.tools/bin/conformance: $(wildcard internal/tools/conformance/go.*)
+	cd internal/tools/conformance && go build -trimpath -buildvcs=false -o ../../../$@ \
+		github.com/opencontainers/distribution-spec/conformance
 
 .tools/bin/%: $(PINS)
 	cd internal/tools && go build -trimpath -buildvcs=false -o ../../$@ $(TOOL)
