@@ -51,6 +51,7 @@ clean:
 .tools/bin/govulncheck: TOOL := golang.org/x/vuln/cmd/govulncheck
 .tools/bin/oras:        TOOL := oras.land/oras/cmd/oras
 .tools/bin/crane:       TOOL := github.com/google/go-containerregistry/cmd/crane
+.tools/bin/regctl:      TOOL := github.com/regclient/regclient/cmd/regctl
 
 .tools/bin/conformance: $(wildcard internal/tools/conformance/go.*)
 	cd internal/tools/conformance && go build -trimpath -buildvcs=false -o ../../../$@ \
