@@ -3,6 +3,8 @@
 export PATH := $(CURDIR)/.bin:$(CURDIR)/.tools/bin:$(PATH)
 export FUZZTIME ?= 20s
 export BENCH KEEP
+S3 ?= $(KILN_TEST_S3)
+export KILN_TEST_S3 := $(S3)
 
 BINARIES := .bin/kiln-registry .bin/kiln-push .bin/kiln-pull
 PINS     := internal/tools/go.mod internal/tools/go.sum
@@ -19,10 +21,10 @@ $(BINARIES): .bin/%:
 demo: build ## the main job on embedded defaults; KEEP=1 stays up
 	scripts/demo.sh
 
-test: ## sets up what the tests need and runs them
+test: .tools/bin/versitygw $(filter .tools/bin/weed,.tools/bin/$(S3)) ## tests, and what they need; S3=weed: on that server
 	scripts/test.sh
 
-check: .tools/bin/staticcheck .tools/bin/govulncheck ## format, vet, staticcheck, import table, race tests, govulncheck
+check: .tools/bin/staticcheck .tools/bin/govulncheck .tools/bin/versitygw ## gofmt, vet, staticcheck, imports, race, vulnerabilities
 	scripts/check.sh
 
 conformance: build .tools/bin/conformance ## OCI conformance, spec 1.1 and dev: passed, failed, skipped
@@ -56,6 +58,14 @@ clean:
 .tools/bin/conformance: $(wildcard internal/tools/conformance/go.*)
 	cd internal/tools/conformance && go build -trimpath -buildvcs=false -o ../../../$@ \
 		github.com/opencontainers/distribution-spec/conformance
+
+.tools/bin/versitygw: $(wildcard internal/tools/s3/go.*)
+	cd internal/tools/s3 && go build -trimpath -buildvcs=false -o ../../../$@ \
+		github.com/versity/versitygw/cmd/versitygw
+
+.tools/bin/weed: $(wildcard internal/tools/weed/go.*)
+	cd internal/tools/weed && go build -trimpath -buildvcs=false -o ../../../$@ \
+		github.com/seaweedfs/seaweedfs/weed
 
 .tools/bin/%: $(PINS)
 	cd internal/tools && go build -trimpath -buildvcs=false -o ../../$@ $(TOOL)
