@@ -82,13 +82,18 @@ func (p *process) logSize() int64 {
 // logged returns the end of what the process has said since its log had the given size.
 func (p *process) logged(since int64) string { return tail(p.log, since, p.logSize()) }
 
-// freePort returns a loopback port on which nobody listens now.
-func freePort() (string, error) {
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		return "", err
+// freePorts returns n loopback ports on which nobody listens now.
+func freePorts(n int) ([]string, error) {
+	ports := make([]string, n)
+	for i := range ports {
+		l, err := net.Listen("tcp", "127.0.0.1:0")
+		if err != nil {
+			return nil, err
+		}
+		defer l.Close() // after the last one is found, so that they differ
+		if _, ports[i], err = net.SplitHostPort(l.Addr().String()); err != nil {
+			return nil, err
+		}
 	}
-	defer l.Close()
-	_, port, err := net.SplitHostPort(l.Addr().String())
-	return port, err
+	return ports, nil
 }

@@ -36,6 +36,7 @@ type Server struct {
 	endpoints []string
 	root      string // the folder of the buckets; empty when objects are not plain files that we can reach
 	dir       string // everything that goes with the server; empty when it is not ours
+	strays    []string // files that a process may leave elsewhere
 	private   bool   // ends with the test, buckets and all
 	processes []*process
 }
@@ -229,21 +230,23 @@ func outside(list string, endpoints int) (*Server, error) {
 	return s, nil
 }
 
-// listen starts run on free ports until it answers as ours, which can fail when somebody else takes a port first.
-func (s *Server) listen(run func(port string) (*process, error)) error {
+// listen has run start a process on n free ports and waits until the first answers as ours. It tries again when the
+// process ends, as it does when somebody else takes a port first.
+func (s *Server) listen(n int, run func(ports []string) (*process, error)) error {
 	var last error
 	for range 5 {
-		port, err := freePort()
+		ports, err := freePorts(n)
 		if err != nil {
 			return err
 		}
-		p, err := run(port)
+		p, err := run(ports)
 		if err != nil {
 			return err
 		}
 		s.processes = append(s.processes, p)
-		if last = s.await(p, "127.0.0.1:"+port); last == nil {
-			s.endpoints = append(s.endpoints, "127.0.0.1:"+port)
+		endpoint := "127.0.0.1:" + ports[0]
+		if last = s.await(p, endpoint); last == nil {
+			s.endpoints = append(s.endpoints, endpoint)
 			return nil
 		}
 		if !p.ended() {
@@ -282,8 +285,8 @@ func (s *Server) stop() {
 	for i := len(s.processes) - 1; i >= 0; i-- {
 		s.processes[i].stop()
 	}
-	if s.dir != "" {
-		_ = os.RemoveAll(s.dir)
+	for _, path := range append(s.strays, s.dir) {
+		_ = os.RemoveAll(path) // nothing, for an empty path
 	}
 }
 

@@ -22,9 +22,9 @@ func versitygw(t testing.TB, s *Server, endpoints int) error {
 	env := []string{"ROOT_ACCESS_KEY=" + s.AccessKey, "ROOT_SECRET_KEY=" + s.SecretKey}
 	for i := range endpoints {
 		log := filepath.Join(s.dir, fmt.Sprintf("log.%d", i))
-		err := s.listen(func(port string) (*process, error) {
+		err := s.listen(1, func(port []string) (*process, error) {
 			return startProcess(log, env, path,
-				"--port", "127.0.0.1:"+port, "--region", s.Region, "--keep-alive", "posix", s.root)
+				"--port", "127.0.0.1:"+port[0], "--region", s.Region, "--keep-alive", "posix", s.root)
 		})
 		if err != nil {
 			return err
