@@ -2,6 +2,7 @@ package registry_test
 
 import (
 	"bytes"
+	"crypto/sha512"
 	"fmt"
 	"net/http"
 	"strings"
@@ -108,6 +109,31 @@ func TestDigestTricks(t *testing.T) { // RG-14
 	if a := s.do("GET", "/v2/a%2Fb/blobs/sha256%3A"+d.Hex(), nil); a.status != 200 {
 		t.Errorf("an escaped path: %v", a)
 	}
+}
+
+// sha512 is refused by every route that takes a digest, with 400 and nothing else done: an upload that was to be closed
+// by one can still be closed by its sha256.
+func TestSHA512IsRefused(t *testing.T) {
+	s := newServer(t)
+	body := []byte("0123456789")
+	d := fmt.Sprintf("sha512:%x", sha512.Sum512(body))
+	at := s.begin("a")
+	s.want(202, "PATCH", at, body)
+	for _, q := range [][2]string{
+		{"GET", "/v2/a/blobs/"}, {"HEAD", "/v2/a/blobs/"}, {"DELETE", "/v2/a/blobs/"}, {"GET", "/v2/a/referrers/"},
+		{"GET", "/v2/a/manifests/"}, {"HEAD", "/v2/a/manifests/"}, {"DELETE", "/v2/a/manifests/"},
+		{"PUT", "/v2/a/manifests/"}, {"PUT", at + "?digest="}, {"POST", api.PathUploads("a") + "?digest="},
+		{"POST", api.PathUploads("a") + "?mount="}, {"POST", api.PathUploads("a") + "?from=b&mount="},
+	} {
+		if a := s.want(400, q[0], q[1]+d, nil); q[0] != "HEAD" && a.code() != api.CodeDigestInvalid {
+			t.Errorf("%s %s: %v", q[0], q[1], a)
+		}
+	}
+	layer := desc{"mediaType": api.MediaTypeDoc, "digest": d, "size": len(body)}
+	if a := s.put("a", "v1", s.manifest("a", []desc{layer}, nil)); a.status != 400 || a.code() != api.CodeManifestInvalid {
+		t.Error(a)
+	}
+	s.want(201, "PUT", at+"?digest="+identity.Sum(body).String(), nil)
 }
 
 func TestBlobOfAnotherRepository(t *testing.T) {

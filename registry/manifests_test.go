@@ -309,6 +309,60 @@ func TestReferrers(t *testing.T) {
 	}
 }
 
+// Every page of referrers is short enough for clients, whatever was asked for, and the filter goes on over the pages.
+func TestPagesOfReferrers(t *testing.T) {
+	s := newServer(t)
+	subject := desc{"mediaType": manifestType, "digest": identity.Sum([]byte("subject")).String(), "size": 7}
+	types := []string{"application/vnd.example.a", "application/vnd.example.b"}
+	for i := range 8 {
+		m := s.manifest("a", nil, map[string]any{"subject": subject, "artifactType": types[i%2],
+			"annotations": map[string]string{"n": fmt.Sprint(i), "pad": strings.Repeat("p", 1_500_000)}})
+		if a := s.put("a", fmt.Sprint("r", i), m); a.status != 201 {
+			t.Fatal(a)
+		}
+	}
+	walk := func(query string) (order []string, pages int) {
+		path := api.PathReferrers("a", identity.Sum([]byte("subject"))) + query
+		for ; path != ""; pages++ {
+			a := s.want(200, "GET", path, nil)
+			var x v1.Index
+			if err := json.Unmarshal(a.body, &x); err != nil || len(a.body) > api.MaxManifestBytes {
+				t.Fatalf("%s: %d bytes, %v", path, len(a.body), err)
+			}
+			filtered := strings.Contains(query, "artifactType")
+			if filtered != (a.header.Get("OCI-Filters-Applied") == "artifactType") {
+				t.Fatal(path, a.header)
+			}
+			for _, d := range x.Manifests {
+				if filtered && d.ArtifactType != types[1] {
+					t.Fatal(path, d.ArtifactType)
+				}
+				order = append(order, d.Annotations["n"])
+			}
+			path, _, _ = strings.Cut(strings.TrimPrefix(a.header.Get("Link"), "<"), ">")
+		}
+		return order, pages
+	}
+	for query, want := range map[string]struct {
+		order []string
+		pages int
+	}{
+		"?artifactType=" + types[1]:          {[]string{"7", "5", "3", "1"}, 2},
+		"?artifactType=" + types[1] + "&n=1": {[]string{"7", "5", "3", "1"}, 4},
+		"?artifactType=application/vnd.none": {nil, 1},
+		"?n=1000":                            {[]string{"0", "1", "2", "3", "4", "5", "6", "7"}, 4},
+		"?n=3":                               {[]string{"0", "1", "2", "3", "4", "5", "6", "7"}, 4},
+	} {
+		order, pages := walk(query)
+		if !strings.Contains(query, "artifactType") {
+			slices.Sort(order)
+		}
+		if !slices.Equal(order, want.order) || pages != want.pages {
+			t.Errorf("%s: %v on %d pages, want %v on %d", query, order, pages, want.order, want.pages)
+		}
+	}
+}
+
 func TestConcurrentTagMoves(t *testing.T) {
 	s := newServer(t)
 	var ms [8][]byte
