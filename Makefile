@@ -33,7 +33,7 @@ conformance: build .tools/bin/conformance ## OCI conformance, spec 1.1 and dev: 
 fuzz: ## every fuzz target for FUZZTIME
 	scripts/fuzz.sh
 
-interop: build .tools/bin/oras .tools/bin/crane .tools/bin/regctl .tools/model/.stamp ## unmodified clients on a real model
+interop: build .tools/bin/oras .tools/bin/crane .tools/bin/regctl .tools/model/.stamp ## real clients on a real model
 	scripts/interop.sh
 
 bench: build ## ratio tables; BENCH=identity|registry|index, FULL=1 for the long form

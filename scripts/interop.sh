@@ -42,7 +42,7 @@ fail() { echo "error: $*" >&2 && exit 1; }
 # same A B fails unless the two folders hold the same files with the same bytes.
 same() { diff -r "$1" "$2" && pass "same bytes: $1 $2"; }
 
-# finds REGISTRY REPO says whether the aggregate leads to a base in REPO. An aggregate that leads nowhere is exit code 4.
+# finds REGISTRY REPO says whether the aggregate leads to a base in REPO; find exits with 4 if it leads nowhere.
 finds() {
   kiln-pull find "$aggregate" --registry "$1" >finds.out 2>&1 || (($? == 4)) || fail "find: $(cat finds.out)"
   grep -Eq "^base +$2 " finds.out
@@ -143,8 +143,8 @@ step "regctl: copy to another registry with what is attached, attach, discover, 
 run regctl image copy --referrers "$here/$model" "$there/copied/by-regctl:v1"
 copied copied/by-regctl:v1
 attached "$there/copied/by-regctl:v1" "$referrer"
-run regctl artifact put --subject "$there/copied/by-regctl:v1" --artifact-type "$note" --file note.json \
-  --file-media-type application/json --annotation by=regctl --format '{{println .Manifest.GetDescriptor.Digest}}' >put.out
+run regctl artifact put --subject "$there/copied/by-regctl:v1" --artifact-type "$note" --annotation by=regctl \
+  --file note.json --file-media-type application/json --format '{{println .Manifest.GetDescriptor.Digest}}' >put.out
 attached "$there/copied/by-regctl:v1" "$(cat put.out)"
 run regctl artifact get --subject "$there/copied/by-regctl:v1" --filter-artifact-type "$note" \
   --filter-annotation by=regctl >note.out
