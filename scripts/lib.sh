@@ -18,10 +18,11 @@ trap finish EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 
-# free_port prints a loopback port on which nothing listens.
+# free_port prints a loopback port on which nothing listens. It is below 32768, from where on the kernel hands out ports
+# to connections: on those nothing may listen, and nobody sees it by connecting.
 free_port() {
   local port
-  while port=$((20000 + RANDOM % 20000)); (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null; do :; done
+  while port=$((20000 + RANDOM % 12000)); (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null; do :; done
   echo "$port"
 }
 
