@@ -34,10 +34,10 @@ type Server struct {
 	AccessKey, SecretKey, Region string
 
 	endpoints []string
-	root      string // the folder of the buckets; empty when objects are not plain files that we can reach
-	dir       string // everything that goes with the server; empty when it is not ours
+	root      string   // the folder of the buckets; empty when objects are not plain files that we can reach
+	dir       string   // everything that goes with the server; empty when it is not ours
 	strays    []string // files that a process may leave elsewhere
-	private   bool   // ends with the test, buckets and all
+	private   bool     // ends with the test, buckets and all
 	processes []*process
 }
 
