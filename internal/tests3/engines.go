@@ -11,7 +11,7 @@ import (
 )
 
 // versitygw starts one process for each endpoint, all on one folder of buckets.
-func versitygw(t testing.TB, s *Server, endpoints int) error {
+func versitygw(t testing.TB, s *Server, endpoints int, domain string) error {
 	path, err := tool(testenv.Root(t), "versitygw", "make test")
 	if err != nil {
 		return err
@@ -24,8 +24,8 @@ func versitygw(t testing.TB, s *Server, endpoints int) error {
 	for i := range endpoints {
 		log := filepath.Join(s.dir, fmt.Sprintf("log.%d", i))
 		err := s.listen(1, func(port []string) (*process, error) {
-			return startProcess(log, env, path,
-				"--port", "127.0.0.1:"+port[0], "--region", s.Region, "--keep-alive", "posix", s.root)
+			return startProcess(log, env, path, "--port", "127.0.0.1:"+port[0], "--region", s.Region, "--keep-alive",
+				"--virtual-domain", domain, "posix", s.root)
 		})
 		if err != nil {
 			return err
@@ -35,7 +35,7 @@ func versitygw(t testing.TB, s *Server, endpoints int) error {
 }
 
 // weed starts SeaweedFS: one process with all its parts, and one more S3 gateway for every further endpoint.
-func weed(t testing.TB, s *Server, endpoints int) error {
+func weed(t testing.TB, s *Server, endpoints int, domain string) error {
 	path, err := tool(testenv.Root(t), "weed", "make test S3=weed")
 	if err != nil {
 		return err
@@ -47,6 +47,7 @@ func weed(t testing.TB, s *Server, endpoints int) error {
 	// It logs to stderr only, keeps its sockets in our folder and tells nobody that it runs.
 	common := []string{"-logtostderr=true", "-config_dir=" + s.dir}
 	gateway := []string{"config=" + config, "autoCreateBucket=false", "port.iceberg=0", "port.lance=0"}
+	gateway = append(gateway, "domainName="+domain)
 	var filer string
 	for i := range endpoints {
 		log := filepath.Join(s.dir, fmt.Sprintf("log.%d", i))

@@ -16,8 +16,8 @@ import (
 
 // Fault is what goes wrong with a request: it stands before next, which passes the request on. Any middleware is one.
 //
-// Faults that count bytes count those of the HTTP body. minio-go over plain HTTP signs a body in chunks of 64 KiB, each with
-// some 90 bytes before it, unless PutObjectOptions.DisableContentSha256 is set.
+// Faults that count bytes count those of the HTTP body. minio-go over plain HTTP signs a body in chunks of 64 KiB, each
+// with some 90 bytes before it, unless PutObjectOptions.DisableContentSha256 is set.
 type Fault func(next http.Handler) http.Handler
 
 // Answer refuses the request as S3 does, after its body was read. S3 never sees it.
@@ -115,14 +115,14 @@ func Stall(g *Gate) Fault {
 	}
 }
 
-// StallRequest passes n bytes of the body on and then no more, until the gate opens or the client gives up. A body of at
-// most n bytes passes whole.
+// StallRequest passes n bytes of the body on and then no more, until the gate opens or the client gives up. A body of
+// at most n bytes passes whole.
 func StallRequest(n int64, g *Gate) Fault {
 	return onBody(n, func(r *http.Request, _ []byte) error { return g.hold(r) })
 }
 
-// StallAnswer sends n bytes of the answer's body and then no more, until the gate opens or the client gives up. A body of
-// at most n bytes passes whole.
+// StallAnswer sends n bytes of the answer's body and then no more, until the gate opens or the client gives up. A body
+// of at most n bytes passes whole.
 func StallAnswer(n int64, g *Gate) Fault {
 	return onAnswer(n, func(w http.ResponseWriter, r *http.Request, _ []byte) { g.wait(w, r) })
 }

@@ -42,15 +42,19 @@ type Server struct {
 }
 
 // New starts a server with one endpoint. It ends with the test, which shows its log if it failed.
-func New(t testing.TB) *Server { return forTest(t, 1) }
+func New(t testing.TB) *Server { return forTest(t, 1, "") }
+
+// NewVirtualHost is New for requests whose Host is BUCKET.domain; path-style works too. domain need not resolve where the
+// client's transport dials Endpoint by itself, or takes a Proxy as its HTTP proxy.
+func NewVirtualHost(t testing.TB, domain string) *Server { return forTest(t, 1, domain) }
 
 // NewPair is New with two endpoints: two processes on the same data, neither of which knows of the other. An external
 // endpoint that stands alone is named twice.
-func NewPair(t testing.TB) *Server { return forTest(t, 2) }
+func NewPair(t testing.TB) *Server { return forTest(t, 2, "") }
 
-func forTest(t testing.TB, endpoints int) *Server {
+func forTest(t testing.TB, endpoints int, domain string) *Server {
 	t.Helper()
-	s, err := start(t, endpoints)
+	s, err := start(t, endpoints, domain)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -77,7 +81,7 @@ func Shared(t testing.TB) *Server {
 	case !shared.inMain:
 		t.Fatal("tests3.Shared: nothing would end the server (hint: func TestMain(m *testing.M) { tests3.Main(m) })")
 	case shared.server == nil && shared.err == nil:
-		shared.server, shared.err = start(t, 1)
+		shared.server, shared.err = start(t, 1, "")
 	}
 	if shared.err != nil {
 		t.Fatal(shared.err)
@@ -182,12 +186,15 @@ func empty(c *minio.Client, bucket string) error {
 }
 
 // start starts the server that the environment asks for.
-func start(t testing.TB, endpoints int) (*Server, error) {
+func start(t testing.TB, endpoints int, domain string) (*Server, error) {
 	if external := os.Getenv("KILN_TEST_S3_ENDPOINT"); external != "" {
+		if domain != "" {
+			return nil, fmt.Errorf("the server at %s cannot be told that its domain is %s", external, domain)
+		}
 		return outside(external, endpoints)
 	}
 	s := &Server{AccessKey: rand.Text(), SecretKey: rand.Text(), Region: "eu-central-1"}
-	var run func(t testing.TB, s *Server, endpoints int) error
+	var run func(t testing.TB, s *Server, endpoints int, domain string) error
 	switch kind := os.Getenv("KILN_TEST_S3"); kind {
 	case "", "versitygw":
 		run = versitygw
@@ -200,7 +207,7 @@ func start(t testing.TB, endpoints int) (*Server, error) {
 	if s.dir, err = os.MkdirTemp("", "kiln-test-s3-"); err != nil {
 		return nil, err
 	}
-	if err := run(t, s, endpoints); err != nil {
+	if err := run(t, s, endpoints, domain); err != nil {
 		s.stop()
 		return nil, err
 	}
