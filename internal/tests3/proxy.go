@@ -31,8 +31,8 @@ type Proxy struct {
 	counts map[Op]int
 }
 
-// NewProxy returns a proxy on loopback before endpoint, which speaks plain HTTP. It ends with the test, and every request
-// that it still holds.
+// NewProxy returns a proxy on loopback before endpoint, which speaks plain HTTP. It ends with the test, and so does every
+// request that it still holds.
 func NewProxy(t testing.TB, endpoint string) *Proxy {
 	return newProxy(t, endpoint, (*httptest.Server).Start)
 }
@@ -195,14 +195,15 @@ type origin struct {
 
 func originOf(r *http.Request) origin { return r.Context().Value(origin{}).(origin) }
 
-// reset breaks the client's connection so that it sees "connection reset by peer", after what w has flushed. It does not
-// return.
+// reset breaks the client's connection so that it sees "connection reset by peer", after what w has flushed. It does
+// not return.
 func reset(w http.ResponseWriter, r *http.Request) {
 	_ = originOf(r).conn.SetLinger(0)
 	panic(http.ErrAbortHandler)
 }
 
-// gone reports whether the client has closed its side. The request's context does not tell while there is a body to read.
+// gone reports whether the client has closed its side. The request's context does not tell while there is a body to
+// read.
 func gone(c *net.TCPConn) bool {
 	raw, err := c.SyscallConn()
 	if err != nil {

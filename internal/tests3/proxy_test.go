@@ -107,7 +107,8 @@ func TestForward(t *testing.T) {
 		t.Error(err)
 	}
 	done := []minio.CompletePart{{PartNumber: 1, ETag: part.ETag}}
-	if _, err := core.CompleteMultipartUpload(t.Context(), s.bucket, "multi", id, done, minio.PutObjectOptions{}); err != nil {
+	_, err = core.CompleteMultipartUpload(t.Context(), s.bucket, "multi", id, done, minio.PutObjectOptions{})
+	if err != nil {
 		t.Error(err)
 	}
 	s.holds("multi", big)
@@ -325,7 +326,8 @@ func TestLies(t *testing.T) {
 	}
 	defer r.Close()
 	got, err := io.ReadAll(r)
-	if err != nil || string(got) != string(big)+"more" || h.Get("X-Amz-Meta-Size") != "1048576" || h.Get("Accept-Ranges") != "" {
+	if err != nil || string(got) != string(big)+"more" ||
+		h.Get("X-Amz-Meta-Size") != "1048576" || h.Get("Accept-Ranges") != "" {
 		t.Errorf("GET: %d bytes, %v, %v", len(got), h, err)
 	}
 }

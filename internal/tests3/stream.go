@@ -6,8 +6,8 @@ import (
 	"net/http"
 )
 
-// onBody calls do when byte n of the request's body was read and all before it was passed on. b begins with that byte and
-// do may change it; an error ends the body.
+// onBody calls do when byte n of the request's body was read and all before it was passed on. b begins with that byte
+// and do may change it; an error ends the body.
 func onBody(n int64, do func(r *http.Request, b []byte) error) Fault {
 	return func(next http.Handler) http.Handler {
 		return serve(func(w http.ResponseWriter, r *http.Request) {
@@ -42,8 +42,8 @@ func (b *body) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// onAnswer calls do when the answer's body comes to byte n and all before it was sent. b begins with that byte and do may
-// change it.
+// onAnswer calls do when the answer's body comes to byte n and all before it was sent. b begins with that byte and do
+// may change it.
 func onAnswer(n int64, do func(w http.ResponseWriter, r *http.Request, b []byte)) Fault {
 	return func(next http.Handler) http.Handler {
 		return serve(func(w http.ResponseWriter, r *http.Request) {

@@ -3,9 +3,9 @@
 //
 // The server is versitygw, which `make test` builds into .tools/bin. The environment may choose another one:
 //
-//	KILN_TEST_S3=weed                  SeaweedFS, which `make test S3=weed` builds
-//	KILN_TEST_S3_ENDPOINT=HOST:PORT    a server that runs already and speaks plain HTTP; several are separated by commas.
-//	                                   AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION (else us-east-1) go with it.
+//	KILN_TEST_S3=weed                SeaweedFS, which `make test S3=weed` builds
+//	KILN_TEST_S3_ENDPOINT=HOST:PORT  a server that runs already and speaks plain HTTP, or several, separated by commas;
+//	                                 with AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION (else us-east-1)
 //
 // A server that cannot be had fails the test; nothing is skipped.
 package tests3
@@ -44,8 +44,8 @@ type Server struct {
 // New starts a server with one endpoint. It ends with the test, which shows its log if it failed.
 func New(t testing.TB) *Server { return forTest(t, 1, "") }
 
-// NewVirtualHost is New for requests whose Host is BUCKET.domain; path-style works too. domain need not resolve where the
-// client's transport dials Endpoint by itself, or takes a Proxy as its HTTP proxy.
+// NewVirtualHost is New for requests whose Host is BUCKET.domain; path-style works too. domain need not resolve where
+// the client's transport dials Endpoint by itself, or takes a Proxy as its HTTP proxy.
 func NewVirtualHost(t testing.TB, domain string) *Server { return forTest(t, 1, domain) }
 
 // NewPair is New with two endpoints: two processes on the same data, neither of which knows of the other. An external

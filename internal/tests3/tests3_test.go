@@ -33,7 +33,8 @@ func TestMain(m *testing.M) {
 // put stores b and fails the test when that fails.
 func put(t *testing.T, c *minio.Client, bucket, key string, b []byte) {
 	t.Helper()
-	if _, err := c.PutObject(t.Context(), bucket, key, bytes.NewReader(b), int64(len(b)), minio.PutObjectOptions{}); err != nil {
+	_, err := c.PutObject(t.Context(), bucket, key, bytes.NewReader(b), int64(len(b)), minio.PutObjectOptions{})
+	if err != nil {
 		t.Fatalf("put %s: %v", key, err)
 	}
 }
@@ -202,7 +203,8 @@ func TestRefuses(t *testing.T) {
 	if _, err := start(t, 1, ""); err == nil || !strings.Contains(err.Error(), "AWS_ACCESS_KEY_ID") {
 		t.Errorf("an endpoint without credentials: %v", err)
 	}
-	if _, err := tool(t.TempDir(), "versitygw", "make test"); err == nil || !strings.Contains(err.Error(), "hint: make test") {
+	_, err := tool(t.TempDir(), "versitygw", "make test")
+	if err == nil || !strings.Contains(err.Error(), "hint: make test") {
 		t.Errorf("a tool that was not built: %v", err)
 	}
 }
