@@ -31,8 +31,8 @@ type Proxy struct {
 	counts map[Op]int
 }
 
-// NewProxy returns a proxy on loopback before endpoint, which speaks plain HTTP. It ends with the test, and so does every
-// request that it still holds.
+// NewProxy returns a proxy on loopback before endpoint, which speaks plain HTTP. It ends with the test, and so does
+// every request that it still holds.
 func NewProxy(t testing.TB, endpoint string) *Proxy {
 	return newProxy(t, endpoint, (*httptest.Server).Start)
 }
