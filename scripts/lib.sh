@@ -54,6 +54,18 @@ start() {
   done
 }
 
+# start_s3 BUCKET runs an S3 server with one empty bucket. It sets s3 to its HOST:PORT and exports its credentials.
+start_s3() {
+  local port
+  port=$(free_port)
+  s3=127.0.0.1:$port
+  export AWS_ACCESS_KEY_ID=demo AWS_SECRET_ACCESS_KEY AWS_REGION=us-east-1
+  AWS_SECRET_ACCESS_KEY=$(head -c 20 /dev/urandom | od -An -vtx1 | tr -d ' \n')
+  mkdir -p "$scratch/s3/$1"
+  ROOT_ACCESS_KEY=$AWS_ACCESS_KEY_ID ROOT_SECRET_KEY=$AWS_SECRET_ACCESS_KEY \
+    start s3.log "$port" /health versitygw --port "$s3" --keep-alive --health /health posix "$scratch/s3"
+}
+
 # run prints a command as it would be typed, and runs it.
 run() {
   printf '\n$ %s\n' "$*" >&2
