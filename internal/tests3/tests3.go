@@ -45,8 +45,8 @@ type Server struct {
 func New(t testing.TB) *Server { return forTest(t, 1, "") }
 
 // NewVirtualHost is New for requests whose Host is BUCKET.domain; path-style works too. domain need not resolve where
-// the client's transport dials Endpoint by itself, or takes a Proxy as its HTTP proxy. An external endpoint can't be told
-// its domain, so this server is always one of our own.
+// the client's transport dials Endpoint by itself, or takes a Proxy as its HTTP proxy. An external endpoint can't be
+// told its domain, so this server is always one of our own.
 func NewVirtualHost(t testing.TB, domain string) *Server { return forTest(t, 1, domain) }
 
 // NewPair is New with two endpoints: two processes on the same data, neither of which knows of the other. An external
