@@ -13,6 +13,7 @@ package fsstore
 
 import (
 	"context"
+	"encoding/hex"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -307,6 +308,9 @@ func (st *Store) syncFile(path string) error {
 	}
 	return errors.Join(f.Sync(), f.Close())
 }
+
+// ID returns what tells this store from all others, also after its folder was moved.
+func (st *Store) ID() string { return hex.EncodeToString(st.refs.salt) }
 
 // Close gives the store back. No other call may be running or follow.
 func (st *Store) Close() error {

@@ -9,7 +9,6 @@ import (
 	"net"
 	"net/http"
 	"os"
-	"path/filepath"
 	"strings"
 
 	"github.com/spf13/cobra"
@@ -21,12 +20,15 @@ import (
 // errNoServer: nobody listens on the administration socket.
 var errNoServer = errors.New("no server runs on this store")
 
-// ask sends a request to the server that runs on a store. errNoServer.
-func ask(ctx context.Context, dir, method, path string) (*http.Response, error) {
+// ask sends a request to the server that runs on a home. errNoServer, also if the one that runs has another store.
+func (h home) ask(ctx context.Context, method, path string) (*http.Response, error) {
+	if o, err := h.owner(); err != nil || o.At != "" && o.At != h.address() {
+		return nil, errNoServer
+	}
 	client := &http.Client{Transport: &http.Transport{
 		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
 			var d net.Dialer
-			return d.DialContext(ctx, "unix", filepath.Join(dir, socketFile))
+			return d.DialContext(ctx, "unix", h.file(socketFile))
 		},
 	}}
 	req, err := http.NewRequestWithContext(ctx, method, "http://kiln-registry"+path, nil)
@@ -35,7 +37,7 @@ func ask(ctx context.Context, dir, method, path string) (*http.Response, error) 
 	}
 	resp, err := client.Do(req)
 	if err != nil {
-		return nil, notAsked(dir, err)
+		return nil, h.notAsked(err)
 	}
 	if resp.StatusCode != http.StatusOK {
 		defer resp.Body.Close()
@@ -46,21 +48,21 @@ func ask(ctx context.Context, dir, method, path string) (*http.Response, error) 
 }
 
 // notAsked tells why the administration socket gave no answer.
-func notAsked(dir string, err error) error {
+func (h home) notAsked(err error) error {
 	var op *net.OpError
 	switch {
 	case errors.Is(err, context.Canceled):
 		return err
 	case errors.Is(err, os.ErrPermission):
 		return cli.Hint(
-			cli.Exit(cli.CodeDisk, fmt.Errorf("store %s: %w", dir, err)),
+			cli.Exit(cli.CodeDisk, fmt.Errorf("store %s: %w", h, err)),
 			"the store belongs to another user: run this as the user that runs the registry",
 		)
 	case errors.As(err, &op) && op.Op == "dial":
 		return errNoServer
 	}
 	return cli.Hint(
-		cli.Exit(cli.CodeTryAgain, fmt.Errorf("store %s: the server did not answer to the end: %w", dir, err)),
+		cli.Exit(cli.CodeTryAgain, fmt.Errorf("store %s: the server did not answer to the end: %w", h, err)),
 		"it may have stopped: run the command again, and look into its log if that does not help",
 	)
 }
@@ -73,7 +75,7 @@ func exportCommand(stderr io.Writer) *cobra.Command {
 			if err := s.check(); err != nil {
 				return err
 			}
-			resp, err := ask(cmd.Context(), s.dir, http.MethodGet, "/export")
+			resp, err := s.ask(cmd.Context(), http.MethodGet, "/export")
 			switch {
 			case err == nil:
 				defer resp.Body.Close()
@@ -82,9 +84,9 @@ func exportCommand(stderr io.Writer) *cobra.Command {
 			case !errors.Is(err, errNoServer):
 				return err
 			}
-			return withFiles(cmd.Context(), s.dir, false, stderr, func(p *parts) error {
+			return s.withParts(cmd.Context(), false, stderr, func(p *parts) error {
 				if err := p.reg.Replay(cmd.Context()); err != nil {
-					return notReplayed(s.dir, err)
+					return s.notReplayed(err)
 				}
 				return p.reg.Export(cmd.Context(), cmd.OutOrStdout())
 			})
@@ -104,18 +106,18 @@ uploads are forgotten. A running server does it itself and answers 503 meanwhile
 			if err := s.check(); err != nil {
 				return err
 			}
-			resp, err := ask(cmd.Context(), s.dir, http.MethodPost, "/reindex")
+			resp, err := s.ask(cmd.Context(), http.MethodPost, "/reindex")
 			if err == nil {
 				return resp.Body.Close()
 			}
 			if !errors.Is(err, errNoServer) {
 				return err
 			}
-			return withFiles(cmd.Context(), s.dir, true, stderr, func(p *parts) error {
+			return s.withParts(cmd.Context(), true, stderr, func(p *parts) error {
 				if err := p.reg.Replay(cmd.Context()); err != nil {
-					return notReplayed(s.dir, err)
+					return s.notReplayed(err)
 				}
-				return os.RemoveAll(filepath.Join(s.dir, indexFile) + ".old")
+				return os.RemoveAll(s.file(oldIndex))
 			})
 		},
 	}
@@ -123,9 +125,9 @@ uploads are forgotten. A running server does it itself and answers 503 meanwhile
 	return cmd
 }
 
-// withFiles opens the files of a store that no server runs on.
-func withFiles(ctx context.Context, dir string, fresh bool, stderr io.Writer, work func(*parts) error) error {
-	o := opening{dir: dir, gate: access.Open(), log: slog.New(slog.NewTextHandler(stderr, nil)), fresh: fresh}
+// withParts opens what no server runs on.
+func (h home) withParts(ctx context.Context, fresh bool, stderr io.Writer, work func(*parts) error) error {
+	o := opening{home: h, gate: access.Open(), log: slog.New(slog.NewTextHandler(stderr, nil)), fresh: fresh}
 	p, err := o.open(ctx)
 	if err != nil {
 		return err

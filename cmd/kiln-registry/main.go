@@ -19,6 +19,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 		Version: cli.Version(),
 		Args:    cobra.NoArgs,
 	}
-	root.AddCommand(serveCommand(stderr), tokenCommand(), exportCommand(stderr), reindexCommand(stderr), cli.VersionCommand())
+	root.AddCommand(serveCommand(stderr), tokenCommand(), exportCommand(stderr), reindexCommand(stderr), copyCommand(stderr),
+		cli.VersionCommand())
 	return cli.Execute(ctx, root, args, stdout, stderr)
 }

@@ -15,8 +15,11 @@ import (
 	"testing"
 	"time"
 
+	"github.com/rogpeppe/go-internal/testscript"
+
 	"github.com/kiln-registry/kiln-registry/api"
 	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/internal/tests3"
 )
 
 // The test binary is also the program: with this variable set it runs main.
@@ -27,7 +30,15 @@ func TestMain(m *testing.M) {
 		main()
 		return
 	}
-	os.Exit(m.Run())
+	testscript.Main(tests3.M{M: m}, map[string]func(){"kiln-registry": main})
+}
+
+// tester is the test that a server belongs to.
+type tester interface {
+	Helper()
+	Fatal(args ...any)
+	Fatalf(format string, args ...any)
+	Cleanup(f func())
 }
 
 func program(ctx context.Context, dir string, args ...string) *exec.Cmd {
@@ -71,19 +82,26 @@ func refused(t *testing.T, code int, words []string, dir string, args ...string)
 
 // server is a running program.
 type server struct {
-	t   *testing.T
+	t   tester
 	cmd *exec.Cmd
 	url string
 	log *bytes.Buffer
 }
 
-func serve(t *testing.T, dir string, args ...string) *server {
+func serve(t tester, dir string, args ...string) *server {
 	t.Helper()
 	s := &server{
 		t:   t,
 		cmd: program(context.Background(), dir, append([]string{"serve", "--addr", "127.0.0.1:0"}, args...)...),
 		log: new(bytes.Buffer),
 	}
+	return s.start()
+}
+
+// start returns when the server is ready.
+func (s *server) start() *server {
+	t := s.t
+	t.Helper()
 	out, err := s.cmd.StdoutPipe()
 	if err != nil {
 		t.Fatal(err)

@@ -172,6 +172,7 @@ func TestReplayFails(t *testing.T) {
 }
 
 func TestNotReplayed(t *testing.T) {
+	at := home{place: place{name: "d", folder: "d"}, state: "d"}
 	for _, c := range []struct {
 		err  error
 		hint string
@@ -183,12 +184,12 @@ func TestNotReplayed(t *testing.T) {
 		{blobstore.ErrDamaged, "backup"},
 	} {
 		var out bytes.Buffer
-		if code := cli.Report(&out, notReplayed("d", c.err)); code != cli.CodeDisk ||
+		if code := cli.Report(&out, at.notReplayed(c.err)); code != cli.CodeDisk ||
 			!strings.Contains(out.String(), c.hint) || strings.Contains(out.String(), "address") {
 			t.Errorf("%v: %d: %s", c.err, code, &out)
 		}
 	}
-	if err := notReplayed("d", context.Canceled); cli.Code(err) != cli.CodeTryAgain {
+	if err := at.notReplayed(context.Canceled); cli.Code(err) != cli.CodeTryAgain {
 		t.Error(err)
 	}
 }

@@ -11,7 +11,6 @@ import (
 	"net"
 	"net/http"
 	"os"
-	"path/filepath"
 	"sync"
 	"syscall"
 	"time"
@@ -93,10 +92,10 @@ func (s *serving) run(ctx context.Context, stdout, stderr io.Writer) error {
 	if err != nil {
 		return err
 	}
-	if err := s.prepare(); err != nil {
+	if err := s.prepare(ctx); err != nil {
 		return err
 	}
-	p, err := opening{dir: s.dir, gate: gate, idle: s.idle, log: log}.open(ctx)
+	p, err := opening{home: s.home, gate: gate, idle: s.idle, log: log}.open(ctx)
 	if err != nil {
 		return err
 	}
@@ -173,7 +172,7 @@ func (s *serving) serve(
 	go func() {
 		defer close(chores)
 		if err := p.reg.Replay(ctx); err != nil && ctx.Err() == nil {
-			cancel(notReplayed(p.dir, err))
+			cancel(p.notReplayed(err))
 			return
 		}
 		purge(ctx, p, log)
@@ -269,10 +268,10 @@ func (s *serving) stop(p *parts, log *slog.Logger, servers ...*http.Server) erro
 	return nil
 }
 
-// listenAdmin serves the administration socket in the store's folder. A registry without one is whole all the same.
+// listenAdmin serves the administration socket in the state folder. A registry without one is whole all the same.
 func listenAdmin(p *parts, h http.Handler, log *slog.Logger) (*http.Server, func()) {
 	server := newServer(h, log)
-	path := filepath.Join(p.dir, socketFile)
+	path := p.file(socketFile)
 	_ = os.Remove(path) // left by a process that was killed: the lock of the store is ours
 	old := syscall.Umask(0o177)
 	l, err := net.Listen("unix", path)

@@ -1,0 +1,127 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"syscall"
+
+	"github.com/spf13/cobra"
+
+	"github.com/kiln-registry/kiln-registry/blobstore"
+	"github.com/kiln-registry/kiln-registry/internal/cli"
+	"github.com/kiln-registry/kiln-registry/internal/cli/progress"
+	"github.com/kiln-registry/kiln-registry/transfer"
+)
+
+func copyCommand(stderr io.Writer) *cobra.Command {
+	var init bool
+	cmd := &cobra.Command{
+		Use: "copy-store SRC DST", Short: "Copy a store into another, and check every byte on the way",
+		Long: `Copy a store into another, and check every byte on the way. SRC and DST are each ` + placeForms + `.
+
+No server may run on either. DST must be a copy of SRC that an earlier run began, or a store in which nothing is yet;
+--init makes one. An interrupted copy goes on when the same command is run again, and a copy of an older state of SRC
+gets what is new. Blobs that are damaged in SRC are named, and all others are copied.`,
+		Args: cli.Args("SRC", "DST"),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			src, err := parsePlace("SRC", args[0])
+			if err != nil {
+				return err
+			}
+			dst, err := parsePlace("DST", args[1])
+			if err != nil {
+				return err
+			}
+			return copyStore(cmd.Context(), src, dst, init, cmd.OutOrStdout(), stderr)
+		},
+	}
+	cmd.Flags().BoolVar(&init, "init", false, "make DST a store first, if it is new or empty")
+	return cmd
+}
+
+func copyStore(ctx context.Context, src, dst place, init bool, stdout, stderr io.Writer) error {
+	if src.address() == dst.address() || sameFolder(src.folder, dst.folder) {
+		return cli.Usagef("SRC and DST are the same store: %s", src)
+	}
+	notify := func(line string) { cli.Warn(stderr, "%s", line) }
+	from, err := src.open(ctx, notify)
+	if errors.Is(err, blobstore.ErrNotStore) {
+		return cli.Hint(err, "SRC must be a store: check its path, or its bucket and prefix")
+	} else if err != nil {
+		return err
+	}
+	to, err := openCopy(ctx, dst, init, notify)
+	if err != nil {
+		return errors.Join(err, from.Close())
+	}
+	did, err := copyShown(ctx, to, from, stdout, stderr)
+	if err = errors.Join(notCopied(dst, err), from.Close(), to.Close()); err != nil {
+		return err
+	}
+	fmt.Fprintf(stdout, "%s holds all of %s: copied %s, %s and %s; %s there already\n", dst, src,
+		count(did.Blobs, "blob"), cli.Bytes(did.Bytes), count(did.Refs, "ref"), count(did.Present, "blob"))
+	return nil
+}
+
+func openCopy(ctx context.Context, dst place, init bool, notify func(string)) (engine, error) {
+	if init {
+		if err := dst.make(ctx); err != nil {
+			return nil, err
+		}
+	}
+	return dst.open(ctx, notify)
+}
+
+// copyShown copies, shows how far it is, and fails if blobs are damaged.
+func copyShown(ctx context.Context, to, from engine, stdout, stderr io.Writer) (blobstore.CopyResult, error) {
+	const phase = "copy"
+	show := progress.New(cli.Flags{}, stdout, stderr)
+	defer show.Abandon()
+	did, err := blobstore.Copy(ctx, to, from, blobstore.CopyOptions{
+		Planned: func(_ int, bytes int64) {
+			show.Watch(transfer.Event{Step: transfer.Planned, Phase: phase, Total: bytes})
+		},
+		Moved: func(i blobstore.Info, at int64) {
+			show.Watch(transfer.Event{Step: transfer.Moved, Phase: phase, File: i.Digest.String(), Bytes: at, Total: i.Size})
+		},
+		Copied: func(i blobstore.Info) {
+			show.Watch(transfer.Event{Step: transfer.Done, Phase: phase, File: i.Digest.String(), Bytes: i.Size, Total: i.Size})
+		},
+		Damaged: func(i blobstore.Info, err error) {
+			show.Note(fmt.Sprintf("damaged: blob %s: %v", i.Digest, err))
+		},
+	})
+	if err == nil && did.Damaged > 0 {
+		err = cli.Hint(
+			cli.Exit(cli.CodeNo, fmt.Errorf("%s of SRC damaged and not copied; copied were %s and %s",
+				count(did.Damaged, "blob"), count(did.Blobs, "blob"), count(did.Refs, "ref"))),
+			"push those bytes again to a registry on DST, or put them back into SRC and run this again",
+		)
+	}
+	return did, err
+}
+
+// notCopied says what can be done about an error of a copy.
+func notCopied(dst place, err error) error {
+	switch {
+	case err == nil, errors.Is(err, context.Canceled):
+		return err
+	case errors.Is(err, blobstore.ErrDiffers):
+		return cli.Hint(cli.Exit(cli.CodeUsage, err), "DST must be a copy that was begun from SRC, or a new store: --init")
+	case errors.Is(err, blobstore.ErrNoSpace), errors.Is(err, syscall.ENOSPC), errors.Is(err, syscall.EDQUOT):
+		return cli.Hint(cli.Exit(cli.CodeDisk, err),
+			"make room at "+dst.String()+"; the same command goes on from where this one stopped")
+	case errors.Is(err, blobstore.ErrUnavailable), errors.Is(err, blobstore.ErrInUse):
+		return dst.explain(err)
+	}
+	return err
+}
+
+func count(n int, what string) string {
+	if n == 1 {
+		return "1 " + what
+	}
+	return fmt.Sprintf("%d %ss", n, what)
+}

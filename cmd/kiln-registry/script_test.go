@@ -1,0 +1,99 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strconv"
+	"testing"
+
+	"github.com/rogpeppe/go-internal/testscript"
+
+	"github.com/kiln-registry/kiln-registry/api"
+	"github.com/kiln-registry/kiln-registry/internal/testregistry"
+	"github.com/kiln-registry/kiln-registry/internal/tests3"
+)
+
+// TestScripts runs one script per promise. Each may use what is below $S3 in a bucket, as "$S3/NAME$AT".
+func TestScripts(t *testing.T) {
+	s3 := tests3.Shared(t)
+	bucket := s3.Bucket(t)
+	testscript.Run(t, testscript.Params{
+		Dir: "testdata",
+		Cmds: map[string]func(*testscript.TestScript, bool, []string){
+			"exits": testregistry.Exits, "serve": scriptServe, "halt": scriptHalt, "kill9": scriptKill, "push": scriptPush,
+			"get": scriptGet, "damage": scriptDamage,
+		},
+		Setup: func(e *testscript.Env) error {
+			e.Values[serverKey{}] = new(*server)
+			e.Setenv("S3", "s3://"+bucket+"/"+filepath.Base(e.WorkDir))
+			e.Setenv("AT", "?endpoint=http://"+s3.Endpoint()+"&region="+s3.Region)
+			e.Setenv("AWS_ACCESS_KEY_ID", s3.AccessKey)
+			e.Setenv("AWS_SECRET_ACCESS_KEY", s3.SecretKey)
+			e.Setenv("HOME", e.WorkDir)
+			return nil
+		},
+	})
+}
+
+type serverKey struct{}
+
+// scriptTest is a script as the test that its server belongs to.
+type scriptTest struct{ *testscript.TestScript }
+
+func (scriptTest) Helper()             {}
+func (s scriptTest) Fatal(args ...any) { s.Fatalf("%s", fmt.Sprint(args...)) }
+func (s scriptTest) Cleanup(f func())  { s.Defer(f) }
+
+func running(ts *testscript.TestScript) *server { return *ts.Value(serverKey{}).(**server) }
+
+// scriptServe is "serve ARG...": it starts a server, which takes the place of an earlier one.
+func scriptServe(ts *testscript.TestScript, _ bool, args []string) {
+	cmd := program(context.Background(), ts.MkAbs("."), append([]string{"serve", "--addr", "127.0.0.1:0"}, args...)...)
+	for _, name := range []string{"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "HOME"} {
+		cmd.Env = append(cmd.Env, name+"="+ts.Getenv(name))
+	}
+	s := &server{t: scriptTest{ts}, cmd: cmd, log: new(bytes.Buffer)}
+	*ts.Value(serverKey{}).(**server) = s.start()
+}
+
+// scriptHalt is "halt": SIGTERM.
+func scriptHalt(ts *testscript.TestScript, _ bool, _ []string) { running(ts).stop() }
+
+// scriptKill is "kill9".
+func scriptKill(ts *testscript.TestScript, _ bool, _ []string) { running(ts).kill() }
+
+// scriptPush is "push REPOSITORY TAG BYTES": a base of one shard whose content differs with the bytes.
+func scriptPush(ts *testscript.TestScript, _ bool, args []string) {
+	running(ts).push(args[0], args[1], args[2])
+}
+
+// scriptGet is "get STATUS REPOSITORY TAG".
+func scriptGet(ts *testscript.TestScript, _ bool, args []string) {
+	status, err := strconv.Atoi(args[0])
+	ts.Check(err)
+	running(ts).do(status, "GET", api.PathManifest(args[1], args[2]), nil)
+}
+
+// scriptDamage is "damage FOLDER": it changes a byte of the largest blob of the store in a folder.
+func scriptDamage(ts *testscript.TestScript, _ bool, args []string) {
+	largest, size := "", int64(0)
+	ts.Check(filepath.WalkDir(filepath.Join(ts.MkAbs(args[0]), "blobs"), func(path string, e fs.DirEntry, err error) error {
+		if err != nil || e.IsDir() {
+			return err
+		}
+		i, err := e.Info()
+		if err == nil && i.Size() > size {
+			largest, size = path, i.Size()
+		}
+		return err
+	}))
+	b, err := os.ReadFile(largest)
+	ts.Check(err)
+	b[len(b)-1] ^= 1
+	ts.Check(os.Remove(largest))
+	ts.Check(os.WriteFile(largest, b, 0o444))
+}
