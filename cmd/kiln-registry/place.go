@@ -2,8 +2,10 @@ package main
 
 import (
 	"context"
+	"crypto/x509"
 	"errors"
 	"fmt"
+	"io/fs"
 	"path/filepath"
 	"strings"
 
@@ -106,6 +108,8 @@ func (p place) open(ctx context.Context, notify func(string)) (engine, error) {
 
 // explain says what can be done about an error of the place.
 func (p place) explain(err error) error {
+	var path *fs.PathError // of the certificates
+	var stranger x509.UnknownAuthorityError
 	switch {
 	case err == nil, errors.Is(err, context.Canceled):
 		return err
@@ -117,9 +121,11 @@ func (p place) explain(err error) error {
 		return cli.Hint(cli.Exit(cli.CodeUsage, err), hint)
 	case errors.Is(err, durable.ErrLocked), errors.Is(err, blobstore.ErrInUse):
 		return cli.Hint(cli.Exit(cli.CodeTryAgain, err), "one process owns a store at a time; stop the other one first")
+	case errors.As(err, &stranger):
+		return cli.Hint(cli.Exit(cli.CodeUnreachable, err), "ca-file=PATH in the URL names the certificates to trust")
 	case errors.Is(err, blobstore.ErrUnavailable):
 		return cli.Hint(cli.Exit(cli.CodeUnreachable, err), "check the endpoint and that its server runs; then try again")
-	case errors.Is(err, blobstore.ErrDamaged), p.folder != "":
+	case errors.Is(err, blobstore.ErrDamaged), p.folder != "", errors.As(err, &path):
 		return err
 	}
 	// What a bucket's server refuses says itself what to do, and is never a matter of a registry's address.

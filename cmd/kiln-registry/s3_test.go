@@ -1,0 +1,106 @@
+package main
+
+import (
+	"bytes"
+	"net/url"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/kiln-registry/kiln-registry/api"
+	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/internal/tests3"
+)
+
+// bucketURL is a store in a new bucket that is reached at an endpoint. The credentials are in the environment.
+func bucketURL(t *testing.T, s3 *tests3.Server, endpoint, more string) string {
+	t.Helper()
+	t.Setenv("AWS_ACCESS_KEY_ID", s3.AccessKey)
+	t.Setenv("AWS_SECRET_ACCESS_KEY", s3.SecretKey)
+	return "s3://" + s3.Bucket(t) + "/store?region=" + s3.Region + "&endpoint=" + endpoint + more
+}
+
+// A copy that is killed in the middle of a blob goes on in the middle of it.
+func TestCopyIsKilled(t *testing.T) {
+	s3 := tests3.Shared(t)
+	proxy := tests3.NewProxy(t, s3.Endpoint())
+	dst := bucketURL(t, s3, "http://"+proxy.Endpoint(), "")
+	dir := t.TempDir()
+	s := serve(t, dir)
+	s.push("a", "v1", "1")
+	large := bytes.Repeat([]byte("0123456789abcdef"), 9<<20+5) // 144 MiB and a little
+	s.do(201, "POST", api.PathUploads("a")+"?digest="+identity.Sum(large).String(), large)
+	s.stop()
+	gate := tests3.NewGate()
+	stall := proxy.On(tests3.Nth(8, tests3.Is(tests3.UploadPart)), tests3.Stall(gate))
+	cmd := program(t.Context(), dir, "copy-store", defaultStore, dst, "--init")
+	var said bytes.Buffer
+	cmd.Stdout, cmd.Stderr = &said, &said
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	select {
+	case <-gate.Reached():
+	case <-t.Context().Done():
+	}
+	cmd.Process.Kill()
+	cmd.Wait()
+	stall.Off()
+	before := proxy.Count(tests3.UploadPart)
+	code, out, stderr := runs(t, dir, "copy-store", defaultStore, dst)
+	after := proxy.Count(tests3.UploadPart)
+	if code != 0 || !strings.Contains(out, "holds all of") || after == before || after-before > 6 {
+		t.Fatalf("%d: %s%s%s; %d parts before, %d after", code, &said, out, stderr, before, after)
+	}
+	_, want, _ := runs(t, dir, "export")
+	if _, got, stderr := runs(t, dir, "export", "--store", dst); got != want || want == "" {
+		t.Errorf("%s\n---\n%s%s", want, got, stderr)
+	}
+	if code, _, stderr := runs(t, dir, "copy-store", dst, "back", "--init"); code != 0 {
+		t.Fatal(stderr)
+	}
+	d := identity.Sum(large)
+	if b, err := os.ReadFile(filepath.Join(dir, "back/blobs/sha256", d.Hex()[:2], d.Hex())); err != nil ||
+		!bytes.Equal(b, large) {
+		t.Errorf("%d bytes are back, %v", len(b), err)
+	}
+}
+
+// While the bucket can't be reached clients are told to try again, and then all is as before.
+func TestBucketGoesAway(t *testing.T) {
+	s3 := tests3.Shared(t)
+	proxy := tests3.NewProxy(t, s3.Endpoint())
+	dir := t.TempDir()
+	s := serve(t, dir, "--store", bucketURL(t, s3, "http://"+proxy.Endpoint(), ""), "--init")
+	s.push("a", "v1", "1")
+	gone := proxy.On(tests3.Any, tests3.Answer(503, "SlowDown"))
+	body := []byte("more")
+	h, answer := s.do(503, "POST", api.PathUploads("a")+"?digest="+identity.Sum(body).String(), body)
+	if h.Get("Retry-After") == "" || !strings.Contains(string(answer), string(api.CodeUnavailable)) {
+		t.Errorf("%v %s", h, answer)
+	}
+	gone.Off()
+	s.push("a", "v2", "2")
+	s.do(200, "GET", api.PathManifest("a", "v1"), nil)
+	s.stop()
+}
+
+// The certificates of a private authority are named in the URL.
+func TestBucketCertificates(t *testing.T) {
+	s3 := tests3.Shared(t)
+	proxy := tests3.NewTLSProxy(t, s3.Endpoint())
+	dir := t.TempDir()
+	at := bucketURL(t, s3, "https://"+proxy.Endpoint(), "")
+	refused(t, 6, []string{"certificate", "ca-file"}, dir, "serve", "--addr", "127.0.0.1:0", "--store", at, "--init")
+	ca := filepath.Join(dir, "ca.pem")
+	if code, _, stderr := runs(t, dir, "export", "--store", at+"&ca-file="+url.QueryEscape(ca)); code != 4 {
+		t.Error(code, stderr)
+	}
+	if err := os.WriteFile(ca, proxy.CA(), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	s := serve(t, dir, "--store", at+"&ca-file="+url.QueryEscape(ca), "--init")
+	s.push("a", "v1", "1")
+	s.stop()
+}
