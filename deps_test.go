@@ -23,6 +23,7 @@ var imports = map[string]string{
 	"api/client":           "api identity internal/strictjson; oras.land/oras-go/v2",
 	"blobstore":            "identity",
 	"blobstore/fsstore":    "blobstore identity internal/durable; golang.org/x/sys",
+	"blobstore/s3store":    "blobstore identity; github.com/minio/minio-go/v7",
 	"blobstore/memstore":   "blobstore identity",
 	"blobstore/storetest":  "blobstore identity",
 	"index":                "api identity",

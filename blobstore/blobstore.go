@@ -132,6 +132,13 @@ type PlacedRef struct {
 	After Position
 }
 
+// Sweeper is implemented by stores in which a process that was killed can leave bytes that nothing shows.
+type Sweeper interface {
+	// Sweep removes such bytes if they are older than before, and returns how many objects those were. It spares what
+	// running uploads need, of this process and of others.
+	Sweep(ctx context.Context, before time.Time) (removed int, err error)
+}
+
 // Linker is implemented by stores whose blobs a client may fetch directly.
 type Linker interface {
 	// Link returns a URL that serves the blob for ttl to whoever has it. ErrNotFound.

@@ -90,15 +90,19 @@ var actions = []action{
 	{"finish", nil, (*grid).finishUpload, (*grid).checkCommitted, true, false},
 }
 
-// testFaults lets every change that every action makes fail once, lost and persisted.
-func testFaults(t *testing.T, makeMedium func(t testing.TB) Medium) {
+// Sizes are those of the upload that meets the faults: of all its bytes, and of those that are there when a call does.
+type Sizes struct{ Upload, Received int }
+
+// RunFaults lets every change that every action makes fail once, lost and persisted. Run does so with an upload of less
+// than a MiB.
+func RunFaults(t *testing.T, sizes Sizes, makeMedium func(t testing.TB) Medium) {
 	for _, a := range actions {
 		for _, persist := range []bool{false, true} {
 			fate := map[bool]string{false: "lost", true: "persisted"}[persist]
 			t.Run(a.name+" "+fate, func(t *testing.T) {
 				t.Parallel()
 				n := 1
-				for ; oneFault(t, makeMedium, a, n, persist); n++ {
+				for ; oneFault(newGrid(t, sizes, makeMedium), a, n, persist); n++ {
 				}
 				if n == 1 {
 					t.Error("no change was seen that could fail")
@@ -109,8 +113,7 @@ func testFaults(t *testing.T, makeMedium func(t testing.TB) Medium) {
 }
 
 // oneFault runs an action whose nth change fails, and says whether there was an nth change.
-func oneFault(t *testing.T, makeMedium func(t testing.TB) Medium, a action, n int, persist bool) (fired bool) {
-	g := newGrid(t, makeMedium)
+func oneFault(g *grid, a action, n int, persist bool) (fired bool) {
 	if a.prepare != nil {
 		a.prepare(g)
 	}
@@ -119,28 +122,28 @@ func oneFault(t *testing.T, makeMedium func(t testing.TB) Medium, a action, n in
 	g.medium.Fail(0, false)
 	fired = check()
 	if err != nil && (!fired || !errors.Is(err, ErrInjected)) {
-		t.Fatalf("%s, change %d failed: %v: error %v", a.name, n, fired, err)
+		g.Fatalf("%s, change %d failed: %v: error %v", a.name, n, fired, err)
 	}
 	for _, where := range []string{"in the same process", "in the next process"} {
 		g.survived(a)
 		a.check(g, err == nil)
-		if t.Failed() {
-			t.Fatalf("%s, change %d failed, error %v: seen %s", a.name, n, err, where)
+		if g.Failed() {
+			g.Fatalf("%s, change %d failed, error %v: seen %s", a.name, n, err, where)
 		}
 		g.reopen(true)
 		g.next = true
 	}
 	g.finish()
 	g.close()
-	g.medium.Check(t)
+	g.medium.Check(g)
 	return fired
 }
 
-func newGrid(t testing.TB, makeMedium func(t testing.TB) Medium) *grid {
-	g := &grid{env: newEnv(t, makeMedium), old: random(30, 5000), more: random(31, 600<<10), fresh: random(32, 3000)}
+func newGrid(t testing.TB, sizes Sizes, makeMedium func(t testing.TB) Medium) *grid {
+	g := &grid{env: newEnv(t, makeMedium), old: random(30, 5000), more: random(31, sizes.Upload), fresh: random(32, 3000)}
 	g.info = g.put(g.old)
 	u := g.env.create(identity.Sum(g.more), int64(len(g.more)))
-	g.id, g.acked = u.ID(), 300<<10
+	g.id, g.acked = u.ID(), sizes.Received
 	g.add(u, g.more[:g.acked])
 	g.refs = someRefs()[:3]
 	_, err := g.st.Put(g.ctx, g.refs[0])

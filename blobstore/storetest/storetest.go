@@ -73,7 +73,7 @@ func Run(t *testing.T, makeMedium func(t testing.TB) Medium) {
 			e.medium.Check(t)
 		})
 	}
-	t.Run("Faults", func(t *testing.T) { testFaults(t, makeMedium) })
+	t.Run("Faults", func(t *testing.T) { RunFaults(t, Sizes{Upload: 600 << 10, Received: 300 << 10}, makeMedium) })
 }
 
 // env is a store under test. Its methods fail the test where the store returns an error.

@@ -1,0 +1,385 @@
+package s3store
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"iter"
+	"path"
+	"strings"
+
+	"github.com/minio/minio-go/v7"
+
+	"github.com/kiln-registry/kiln-registry/blobstore"
+	"github.com/kiln-registry/kiln-registry/identity"
+)
+
+const (
+	blobsName   = "blobs"
+	unnamedName = "unnamed"
+	liveName    = "live"
+)
+
+// A copy is named by the upload that made it. One that was begun before its digest was known lies under unnamed/ID, and
+// its name has this before the ID; beside the marker it has a stub then, so that a listing shows it.
+const unnamedMark = "u"
+
+// live is what the marker of a blob says. A marker is never deleted, as that could hit one that was put meanwhile: it is
+// emptied.
+type live struct {
+	Copy string `json:"copy"`
+	Size int64  `json:"size"`
+}
+
+func (st *Store) blobKey(d identity.Digest, name string) string {
+	return st.key(blobsName, d.Hex(), name)
+}
+
+// bytesKey returns where the bytes of a copy are.
+func (st *Store) bytesKey(d identity.Digest, name string) string {
+	if id, ok := strings.CutPrefix(name, unnamedMark); ok {
+		return st.key(unnamedName, id)
+	}
+	return st.blobKey(d, name)
+}
+
+// keyCopy returns the upload whose bytes are at key.
+func keyCopy(key string) string { return path.Base(key) }
+
+// readLive reads the marker of a blob. The copy is empty if none is shown; errAbsent if there never was one.
+func (st *Store) readLive(ctx context.Context, d identity.Digest) (l live, o object, err error) {
+	o, err = st.get(ctx, st.blobKey(d, liveName), smallObject)
+	if err != nil || len(o.body) == 0 {
+		return l, o, err
+	}
+	if err := json.Unmarshal(o.body, &l); err != nil || !validCopy(l.Copy) || l.Size < 0 {
+		return l, o, fmt.Errorf("%w: marker of blob %s is not what this program writes", blobstore.ErrDamaged, d)
+	}
+	return l, o, nil
+}
+
+func validCopy(name string) bool { return validID(strings.TrimPrefix(name, unnamedMark)) }
+
+// Stat implements blobstore.Store.
+func (st *Store) Stat(ctx context.Context, d identity.Digest) (blobstore.Info, error) {
+	l, o, err := st.readLive(ctx, d)
+	if errors.Is(err, errAbsent) || err == nil && l.Copy == "" {
+		err = blobstore.ErrNotFound
+	}
+	if err != nil {
+		return blobstore.Info{}, fmt.Errorf("stat blob %s: %w", d, err)
+	}
+	return blobstore.Info{Digest: d, Size: l.Size, Created: o.modified, Generation: l.Copy}, nil
+}
+
+// Open implements blobstore.Store. The reader ends at the end of the blob also when n goes past it; it is an error if
+// off does. An answer of the server that breaks off is gone on with by another request.
+func (st *Store) Open(ctx context.Context, i blobstore.Info, off, n int64) (io.ReadCloser, error) {
+	r, err := st.openRange(ctx, i, off, n)
+	if errors.Is(err, errAbsent) {
+		err = blobstore.ErrNotFound
+	}
+	if err != nil {
+		return nil, fmt.Errorf("open blob %s: %w", i.Digest, err)
+	}
+	return r, nil
+}
+
+func (st *Store) openRange(ctx context.Context, i blobstore.Info, off, n int64) (*reader, error) {
+	if !validCopy(i.Generation) {
+		return nil, blobstore.ErrNotFound
+	}
+	if off < 0 || off > i.Size {
+		return nil, fmt.Errorf("offset %d is outside of its %d bytes", off, i.Size)
+	}
+	if n < 0 || n > i.Size-off {
+		n = i.Size - off
+	}
+	r := &reader{st: st, ctx: ctx, key: st.bytesKey(i.Digest, i.Generation), size: i.Size, at: off, end: off + n}
+	if n == 0 {
+		return r, nil
+	}
+	return r, r.request()
+}
+
+// reader reads a range of an object.
+type reader struct {
+	st      *Store
+	ctx     context.Context
+	key     string
+	size    int64 // of the object
+	at, end int64
+	body    io.ReadCloser
+	tries   int // since the last byte
+}
+
+// request asks for what is left.
+func (r *reader) request() error {
+	var o minio.GetObjectOptions
+	if err := o.SetRange(r.at, r.end-1); err != nil {
+		return err
+	}
+	body, info, _, err := r.st.GetObject(r.ctx, r.st.Bucket, r.key, o)
+	if err != nil {
+		return r.st.explain(getObject, r.key, err)
+	}
+	if got := info.Size; got != r.end-r.at {
+		body.Close()
+		return fmt.Errorf("%w: %s gave %d bytes of %d", blobstore.ErrDamaged, r.key, got, r.end-r.at)
+	}
+	r.body = body
+	return nil
+}
+
+func (r *reader) Read(b []byte) (n int, err error) {
+	for n == 0 && len(b) > 0 {
+		if r.at == r.end {
+			return 0, io.EOF
+		}
+		if r.body == nil {
+			if err := r.request(); err != nil {
+				return 0, fmt.Errorf("read blob: %w", err)
+			}
+		}
+		n, err = r.body.Read(b[:min(int64(len(b)), r.end-r.at)])
+		r.at += int64(n)
+		if n > 0 {
+			r.tries = 0
+		}
+		if err == nil || r.at == r.end {
+			continue
+		}
+		// The answer ended before the range did.
+		r.Close()
+		if r.tries++; r.tries >= attempts {
+			return n, fmt.Errorf("%w: read blob: %s broke off at byte %d of %d: %w",
+				blobstore.ErrUnavailable, r.key, r.at, r.size, err)
+		}
+		if err := pause(r.ctx, r.tries); err != nil {
+			return n, err
+		}
+	}
+	return n, nil
+}
+
+// WriteTo implements io.WriterTo.
+func (r *reader) WriteTo(w io.Writer) (written int64, err error) {
+	piece := r.st.pieces.Get().(*[pieceSize]byte)
+	defer r.st.pieces.Put(piece)
+	return io.CopyBuffer(struct{ io.Writer }{w}, struct{ io.Reader }{r}, piece[:])
+}
+
+func (r *reader) Close() error {
+	if r.body == nil {
+		return nil
+	}
+	err := r.body.Close()
+	r.body = nil
+	return err
+}
+
+// Delete implements blobstore.Store. The copy is hidden first and its bytes go then; if that fails, asking again for
+// the same copy finds them.
+func (st *Store) Delete(ctx context.Context, i blobstore.Info) error {
+	if err := st.delete(ctx, i); err != nil {
+		return fmt.Errorf("delete blob %s, copy %.80q: %w", i.Digest, i.Generation, err)
+	}
+	return nil
+}
+
+func (st *Store) delete(ctx context.Context, i blobstore.Info) error {
+	if !validCopy(i.Generation) {
+		return blobstore.ErrNotFound
+	}
+	if err := st.change(ctx); err != nil {
+		return err
+	}
+	hidden, err := st.hide(ctx, i)
+	if err != nil {
+		return err
+	}
+	if err := st.removeCopy(ctx, i.Digest, i.Generation); err != nil {
+		return err
+	}
+	if !hidden {
+		return blobstore.ErrNotFound
+	}
+	return nil
+}
+
+// hide empties the marker if it shows this copy.
+func (st *Store) hide(ctx context.Context, i blobstore.Info) (hidden bool, err error) {
+	defer st.ordered()()
+	for tries := 0; ; tries++ {
+		l, o, err := st.readLive(ctx, i.Digest)
+		if errors.Is(err, errAbsent) || err == nil && l.Copy != i.Generation {
+			return tries > 0 && l.Copy == "", nil
+		} else if err != nil {
+			return false, err
+		}
+		_, err = st.putIf(ctx, st.blobKey(i.Digest, liveName), nil, condition{etag: o.etag})
+		if err == nil || !errors.Is(err, errConflict) || tries >= attempts {
+			return err == nil, err
+		}
+		if err := pause(ctx, tries); err != nil {
+			return false, err
+		}
+	}
+}
+
+// removeCopy removes the bytes of a copy that is not shown.
+func (st *Store) removeCopy(ctx context.Context, d identity.Digest, name string) error {
+	err := st.remove(ctx, st.bytesKey(d, name))
+	if strings.HasPrefix(name, unnamedMark) {
+		err = errors.Join(err, st.remove(ctx, st.blobKey(d, name)))
+	}
+	return err
+}
+
+// ordered stands in for conditional writes, within this process, where the server has none.
+func (st *Store) ordered() (done func()) {
+	if st.conditional {
+		return func() {}
+	}
+	st.serial.Lock()
+	return st.serial.Unlock
+}
+
+// putIf is put under a condition, if the server knows any.
+func (st *Store) putIf(ctx context.Context, key string, body []byte, only condition) (etag string, err error) {
+	if !st.conditional {
+		only = condition{}
+	}
+	return st.put(ctx, key, body, only)
+}
+
+// publish shows a copy of d whose bytes are stored and verified, unless another one is shown already, and returns what
+// is shown then. It is durable.
+func (st *Store) publish(ctx context.Context, d identity.Digest, copy string, size int64) (blobstore.Info, error) {
+	body, err := json.Marshal(live{copy, size})
+	if err != nil {
+		return blobstore.Info{}, err
+	}
+	defer st.ordered()()
+	for tries := 0; ; tries++ {
+		only, err := st.vacancy(ctx, d, copy)
+		if err == nil && only != (condition{}) {
+			_, err = st.putIf(ctx, st.blobKey(d, liveName), body, only)
+		}
+		if err == nil {
+			return st.Stat(ctx, d)
+		}
+		if !errors.Is(err, errConflict) || tries >= attempts {
+			return blobstore.Info{}, err
+		}
+		if err := pause(ctx, tries); err != nil {
+			return blobstore.Info{}, err
+		}
+	}
+}
+
+// vacancy returns the condition under which a marker may be put that shows a copy. The zero condition means that the
+// marker stays: it shows this copy, or another one whose bytes are there.
+func (st *Store) vacancy(ctx context.Context, d identity.Digest, copy string) (only condition, err error) {
+	l, o, err := st.readLive(ctx, d)
+	switch {
+	case errors.Is(err, errAbsent):
+		return condition{absent: true}, nil
+	case err != nil:
+		return only, err
+	case l.Copy == copy:
+		return only, nil
+	case l.Copy != "":
+		i, err := st.head(ctx, st.bytesKey(d, l.Copy))
+		if err == nil && i.Size == l.Size {
+			return only, nil
+		} else if err != nil && !errors.Is(err, errAbsent) {
+			return only, err
+		}
+	}
+	return condition{etag: o.etag}, nil
+}
+
+// List implements blobstore.Store. A page of the server's listing holds some 500 blobs; a blob of which several copies
+// are there, or one whose name was not known in time, takes another request.
+func (st *Store) List(ctx context.Context, after identity.Digest) iter.Seq2[blobstore.Info, error] {
+	return func(yield func(blobstore.Info, error) bool) {
+		start := ""
+		if !after.IsZero() {
+			start = after.Hex()
+		}
+		err := st.groups(ctx, start, func(g group) (more bool, err error) {
+			i, err := st.describe(ctx, g)
+			if errors.Is(err, blobstore.ErrNotFound) {
+				return true, nil
+			} else if err != nil {
+				return false, err
+			}
+			return yield(i, nil), nil
+		})
+		if err != nil {
+			yield(blobstore.Info{}, fmt.Errorf("list blobs: %w", err))
+		}
+	}
+}
+
+// describe returns what List yields of a group, or blobstore.ErrNotFound.
+func (st *Store) describe(ctx context.Context, g group) (i blobstore.Info, err error) {
+	if g.marker.Size == 0 {
+		return i, blobstore.ErrNotFound
+	}
+	if len(g.copies) == 1 && !strings.HasPrefix(keyCopy(g.copies[0].Key), unnamedMark) {
+		o := g.copies[0]
+		return blobstore.Info{
+			Digest: g.digest, Size: o.Size, Created: g.marker.LastModified, Generation: keyCopy(o.Key),
+		}, nil
+	}
+	return st.Stat(ctx, g.digest)
+}
+
+// group is what a listing says about one blob.
+type group struct {
+	digest identity.Digest
+	marker minio.ObjectInfo // its Size is 0 if no copy is shown
+	copies []minio.ObjectInfo
+}
+
+func (g *group) add(name string, o minio.ObjectInfo) {
+	switch {
+	case name == liveName:
+		g.marker = o
+	case validCopy(name):
+		g.copies = append(g.copies, o)
+	}
+}
+
+// groups calls fn with what there is of each blob whose digest in hexadecimal comes after another, in ascending order.
+func (st *Store) groups(ctx context.Context, after string, fn func(g group) (more bool, err error)) error {
+	prefix := st.key(blobsName) + "/"
+	start := ""
+	if after != "" {
+		start = prefix + after + "/~" // behind every key of that blob
+	}
+	var g group
+	for o, err := range st.list(ctx, prefix, start, 0) {
+		if err != nil {
+			return err
+		}
+		hex, name, _ := strings.Cut(strings.TrimPrefix(o.Key, prefix), "/")
+		d, err := identity.ParseDigest("sha256:" + hex)
+		if err != nil {
+			continue // not of a blob
+		}
+		if d != g.digest {
+			if more, err := fn(g); err != nil || !more {
+				return err
+			}
+			g = group{digest: d}
+		}
+		g.add(name, o)
+	}
+	_, err := fn(g)
+	return err
+}

@@ -1,0 +1,217 @@
+package s3store
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"sync"
+	"syscall"
+	"time"
+
+	"github.com/kiln-registry/kiln-registry/blobstore"
+)
+
+const ownerName = "owner.json"
+
+// OwnerTTL is how long the owner of a store may be silent before another process may take it. It says that it is alive
+// three times as often.
+const OwnerTTL = 30 * time.Second
+
+// claim is what owner.json says. How old it is, is told by the server's clock alone.
+type claim struct {
+	Process  string `json:"process"` // the owner; empty: the store was given back
+	Host     string `json:"host"`
+	PID      int    `json:"pid"`
+	PIDSpace string `json:"pid_space"` // where PID means the same process
+}
+
+// owner is this process's ownership of a store.
+type owner struct {
+	st   *Store
+	me   claim
+	stop chan struct{}
+	done chan struct{}
+
+	mu      sync.Mutex
+	etag    string
+	renewed time.Time
+	lost    error // another process has the store
+}
+
+// acquire makes this process the owner. blobstore.ErrInUse.
+func (st *Store) acquire(ctx context.Context) (*owner, error) {
+	host, _ := os.Hostname() // only for people
+	w := &owner{
+		st: st, me: claim{rand.Text(), host, os.Getpid(), pidSpace()},
+		stop: make(chan struct{}), done: make(chan struct{}),
+	}
+	for tries := 0; ; tries++ {
+		only, err := w.free(ctx)
+		if err == nil {
+			err = w.put(ctx, w.me, only)
+		}
+		if err == nil {
+			go w.renew()
+			return w, nil
+		}
+		if !errors.Is(err, errConflict) || tries >= attempts {
+			return nil, err
+		}
+	}
+}
+
+// pidSpace names the run of the kernel and the namespace of process ids.
+func pidSpace() string {
+	boot, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
+	if err != nil {
+		return ""
+	}
+	space, err := os.Readlink("/proc/self/ns/pid")
+	if err != nil {
+		return ""
+	}
+	return string(boot[:len(boot)-1]) + " " + space
+}
+
+// free returns the condition under which the store may be taken.
+func (w *owner) free(ctx context.Context) (condition, error) {
+	c, o, err := w.read(ctx)
+	if errors.Is(err, errAbsent) {
+		return condition{absent: true}, nil
+	} else if err != nil {
+		return condition{}, err
+	}
+	if c.Process == "" || c.Process == w.me.Process || o.age > OwnerTTL || w.dead(c) {
+		return condition{etag: o.etag}, nil
+	}
+	return condition{}, fmt.Errorf("%w: process %d on %s owns it and was heard of %d seconds ago",
+		blobstore.ErrInUse, c.PID, c.Host, int(o.age.Seconds()))
+}
+
+// dead says whether the owner is known to be gone, as its process would be one of this machine's.
+func (w *owner) dead(c claim) bool {
+	if c.PIDSpace == "" || c.PIDSpace != w.me.PIDSpace || c.PID <= 0 {
+		return false
+	}
+	return c.PID != w.me.PID && errors.Is(syscall.Kill(c.PID, 0), syscall.ESRCH)
+}
+
+func (w *owner) put(ctx context.Context, c claim, only condition) error {
+	b, err := json.Marshal(c)
+	if err != nil {
+		return err
+	}
+	began := time.Now()
+	etag, err := w.st.putIf(ctx, w.st.key(ownerName), append(b, '\n'), only)
+	if err != nil {
+		return err
+	}
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.etag, w.renewed = etag, began
+	return nil
+}
+
+// renew says that the owner is alive, until it is stopped or another process has the store.
+func (w *owner) renew() {
+	defer close(w.done)
+	ctx, cancel := context.WithCancel(context.Background())
+	defer cancel()
+	go func() {
+		select {
+		case <-w.stop:
+			cancel()
+		case <-ctx.Done():
+		}
+	}()
+	for tick := time.NewTicker(OwnerTTL / 3); ; {
+		select {
+		case <-w.stop:
+			tick.Stop()
+			return
+		case <-tick.C:
+		}
+		err := w.put(ctx, w.me, condition{etag: w.held()})
+		if errors.Is(err, errConflict) {
+			err = w.retake(ctx)
+		}
+		if errors.Is(err, blobstore.ErrInUse) {
+			w.mu.Lock()
+			w.lost = err
+			w.mu.Unlock()
+			w.st.notify(fmt.Sprintf("%s was taken by another process: nothing more is written to it", w.st))
+			return
+		}
+	}
+}
+
+// retake is put after a conflict, which may come of this process's own try of which the answer was lost. A store that
+// another process had meanwhile is not taken back, also if it is free again: it may have changed.
+func (w *owner) retake(ctx context.Context) error {
+	c, o, err := w.read(ctx)
+	if err != nil {
+		return err
+	}
+	if c.Process != w.me.Process {
+		return fmt.Errorf("%w: process %d on %s took it", blobstore.ErrInUse, c.PID, c.Host)
+	}
+	return w.put(ctx, w.me, condition{etag: o.etag})
+}
+
+// verify asks the server whether this process still owns the store. blobstore.ErrInUse.
+func (w *owner) verify(ctx context.Context) error {
+	c, _, err := w.read(ctx)
+	if err == nil && c.Process != w.me.Process {
+		err = fmt.Errorf("%w: process %d on %s took it", blobstore.ErrInUse, c.PID, c.Host)
+	}
+	return err
+}
+
+func (w *owner) read(ctx context.Context) (c claim, o object, err error) {
+	o, err = w.st.get(ctx, w.st.key(ownerName), smallObject)
+	if err != nil {
+		return c, o, err
+	}
+	if err := json.Unmarshal(o.body, &c); err != nil {
+		return c, o, fmt.Errorf("%w: %s is not what this program writes", blobstore.ErrDamaged, ownerName)
+	}
+	return c, o, nil
+}
+
+func (w *owner) held() string {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.etag
+}
+
+// check is asked before every change. blobstore.ErrInUse once another process has the store, blobstore.ErrUnavailable
+// while this one can't say that it is alive, so that another one may have it.
+func (w *owner) check() error {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.lost != nil {
+		return w.lost
+	}
+	if silent := time.Since(w.renewed); silent > OwnerTTL {
+		return fmt.Errorf("%w: %s could not be told for %d seconds that its owner is alive",
+			blobstore.ErrUnavailable, w.st, int(silent.Seconds()))
+	}
+	return nil
+}
+
+// release gives the store back.
+func (w *owner) release() error {
+	close(w.stop)
+	<-w.done
+	if w.check() != nil {
+		return nil
+	}
+	err := w.put(context.Background(), claim{}, condition{etag: w.held()})
+	if errors.Is(err, errConflict) || errors.Is(err, errAbsent) {
+		return nil // it is another's by now, or this one's for half a minute more
+	}
+	return err
+}

@@ -1,0 +1,491 @@
+package s3store
+
+import (
+	"bytes"
+	"context"
+	"crypto/rand"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"hash/crc32"
+	"io"
+	"math"
+	"slices"
+	"sync/atomic"
+
+	"github.com/kiln-registry/kiln-registry/blobstore"
+	"github.com/kiln-registry/kiln-registry/identity"
+)
+
+const (
+	uploadsName = "uploads"
+	tailsName   = "tails"
+)
+
+// saveEvery is how many bytes an Append lets pass before it saves the state of the upload on the way: what a killed
+// process has to be sent again is bounded by that and two parts.
+const saveEvery = 64 << 20
+
+var castagnoli = crc32.MakeTable(crc32.Castagnoli)
+
+// state is what uploads/ID says of an upload: where it is, and all that going on with it takes. The bytes that it covers
+// are stored before it is.
+type state struct {
+	Hint      identity.Digest `json:"hint,omitzero"`      // what Create was told
+	Announced int64           `json:"announced"`          // bytes to come in all; negative when not known
+	Target    identity.Digest `json:"target,omitzero"`    // under which the copy is shown in the end; zero: not known yet
+	Unnamed   bool            `json:"unnamed,omitempty"`  // the copy's bytes are at unnamed/ID
+	Multipart string          `json:"multipart,omitzero"` // the server's name of the multipart upload; empty: not begun
+	Parts     []part          `json:"parts,omitempty"`
+	Parted    int64           `json:"parted"`          // bytes in parts
+	Tails     []tail          `json:"tails,omitempty"` // the bytes after the last part
+	Size      int64           `json:"size"`            // bytes in parts and tails
+	Hash      []byte          `json:"hash"`            // saved state of identity.NewHash over them
+	Ended     bool            `json:"ended,omitempty"` // what is left of the upload is only to be removed
+	Writer    string          `json:"writer"`          // the session that saved it
+}
+
+type part struct {
+	ETag string `json:"etag"`
+	CRC  uint32 `json:"crc32c"`
+}
+
+// tail is an object that holds bytes after the last part.
+type tail struct {
+	Name string `json:"name"`
+	Size int64  `json:"size"`
+}
+
+// session is one call's hold on an upload. Between calls nothing of an upload is in memory.
+type session struct {
+	st   *Store
+	id   string
+	name string       // of this session, to know its own saves again
+	size atomic.Int64 // bytes received
+	hash identity.Hash
+	buf  []byte // the bytes after the last part; those of the tails first
+	crc  uint32 // of buf
+	next []byte // empty: the buffer of the part after this one, when it was used before
+	n    int    // the part that buf will be, counted from 0
+
+	// While a part is on its way the goroutine that sends it owns these.
+	cur   state // at the end of the last part that is stored, or as it was found
+	saved state // what uploads/ID says
+	etag  string
+
+	sending chan error // the part on its way; nil when there is none
+	failed  error      // why a part could not be sent
+}
+
+func (st *Store) stateKey(id string) string { return st.key(uploadsName, id) }
+
+// validID says whether id can be one of ours. It is what keeps a request from naming other keys.
+func validID(id string) bool {
+	return len(id) == len(rand.Text()) && !slices.ContainsFunc([]byte(id), func(c byte) bool {
+		return (c < 'A' || c > 'Z') && (c < '2' || c > '7')
+	})
+}
+
+func (st *Store) loadState(ctx context.Context, id string) (s state, err error) {
+	s, _, err = st.readState(ctx, id)
+	return s, err
+}
+
+func (st *Store) readState(ctx context.Context, id string) (s state, o object, err error) {
+	if !validID(id) {
+		return s, o, blobstore.ErrUploadUnknown
+	}
+	o, err = st.get(ctx, st.stateKey(id), smallObject)
+	if errors.Is(err, errAbsent) {
+		return s, o, blobstore.ErrUploadUnknown
+	} else if err != nil {
+		return s, o, err
+	}
+	d := json.NewDecoder(bytes.NewReader(o.body))
+	d.DisallowUnknownFields()
+	if err := d.Decode(&s); err != nil || !s.sound() {
+		return s, o, fmt.Errorf("%w: state of upload %s is not what this program writes", blobstore.ErrDamaged, id)
+	}
+	return s, o, nil
+}
+
+// sound says whether the numbers of a state agree.
+func (s *state) sound() bool {
+	sum := s.Parted
+	for _, t := range s.Tails {
+		if t.Size < 0 || !validID(t.Name) {
+			return false
+		}
+		sum += t.Size
+	}
+	return s.Parted >= 0 && sum == s.Size && (s.Multipart != "" || len(s.Parts) == 0) &&
+		(s.Announced < 0 || s.Size <= s.Announced)
+}
+
+// begin takes an upload for one call. The bytes of its tails come with it if they are wanted.
+func (st *Store) begin(ctx context.Context, id string, bytes bool) (*session, error) {
+	s := &session{st: st, id: id, name: rand.Text(), hash: identity.NewHash()}
+	if err := st.take(s); err != nil {
+		return nil, err
+	}
+	err := s.load(ctx, bytes)
+	if err == nil && s.cur.Ended {
+		err = errors.Join(blobstore.ErrUploadUnknown, s.drop(ctx))
+	}
+	if errors.Is(err, blobstore.ErrDamaged) {
+		// Nothing in it can be used again, and the client can send it again.
+		err = fmt.Errorf("%w: dropped: %w", blobstore.ErrUploadUnknown, errors.Join(err, s.drop(ctx)))
+	}
+	if err != nil {
+		st.give(s)
+		return nil, err
+	}
+	return s, nil
+}
+
+func (st *Store) take(s *session) error {
+	if !validID(s.id) {
+		return blobstore.ErrUploadUnknown
+	}
+	st.mu.Lock()
+	defer st.mu.Unlock()
+	if st.active[s.id] != nil {
+		return blobstore.ErrUploadBusy
+	}
+	st.active[s.id] = s
+	return nil
+}
+
+func (st *Store) give(s *session) {
+	st.mu.Lock()
+	defer st.mu.Unlock()
+	delete(st.active, s.id)
+}
+
+func (s *session) load(ctx context.Context, tails bool) error {
+	found, o, err := s.st.readState(ctx, s.id)
+	if err != nil {
+		return err
+	}
+	s.cur, s.saved, s.etag, s.n = found, found.clone(), o.etag, len(found.Parts)
+	s.size.Store(found.Size)
+	if err := s.hash.UnmarshalBinary(found.Hash); err != nil {
+		return fmt.Errorf("%w: saved hash state of upload %s: %w", blobstore.ErrDamaged, s.id, err)
+	}
+	if !tails || found.Ended {
+		return nil
+	}
+	for _, t := range found.Tails {
+		o, err := s.st.get(ctx, s.tailKey(t.Name), t.Size)
+		if errors.Is(err, errAbsent) || err == nil && int64(len(o.body)) != t.Size {
+			return fmt.Errorf("%w: the last bytes of upload %s are not there", blobstore.ErrDamaged, s.id)
+		} else if err != nil {
+			return err
+		}
+		s.buf = append(s.buf, o.body...)
+	}
+	s.crc = crc32.Checksum(s.buf, castagnoli)
+	return nil
+}
+
+func (s *session) tailKey(name string) string { return s.st.key(tailsName, s.id, name) }
+
+func (s *state) clone() state {
+	c := *s
+	c.Parts, c.Tails = slices.Clone(s.Parts), slices.Clone(s.Tails)
+	return c
+}
+
+// close ends the call.
+func (s *session) close() {
+	s.wait()
+	for _, b := range [][]byte{s.buf, s.next} {
+		if int64(cap(b)) == s.st.partMin {
+			b = b[:0]
+			s.st.parts.Put(&b)
+		}
+	}
+	s.st.give(s)
+}
+
+// begins checks that an append starts where the upload ends.
+func (s *session) begins(off int64) error {
+	if has := s.size.Load(); off != has {
+		return fmt.Errorf("%w: it has %d bytes, not %d", blobstore.ErrOffset, has, off)
+	}
+	return nil
+}
+
+// check compares what was received with what was promised and what is asked for.
+func (s *session) check(want identity.Digest) error {
+	if a, has := s.cur.Announced, s.size.Load(); a >= 0 && a != has {
+		return fmt.Errorf("%w: received %d bytes, announced were %d", blobstore.ErrSizeMismatch, has, a)
+	}
+	if got := identity.DigestOf(s.hash); got != want {
+		return fmt.Errorf("%w: received %s, asked for %s", blobstore.ErrDigestMismatch, got, want)
+	}
+	said := s.cur.Hint
+	if s.cur.Multipart != "" && !s.cur.Unnamed {
+		said = s.cur.Target // where the bytes are, they can't be shown as anything else
+	}
+	if !said.IsZero() && said != want {
+		return fmt.Errorf("%w: announced was %s, asked for %s", blobstore.ErrDigestMismatch, said, want)
+	}
+	return nil
+}
+
+// receive hashes what r has and sends it part by part, one part being sent while the next one comes in. The hash covers
+// parts and buf on return, whatever the error; what went wrong with sending is in failed.
+func (s *session) receive(ctx context.Context, r io.Reader) error {
+	announced, room := s.cur.Announced, int64(math.MaxInt64)
+	if announced >= 0 {
+		room = announced - s.size.Load()
+	}
+	for s.flush(ctx) {
+		if err := ctx.Err(); err != nil {
+			return err
+		}
+		n, err := s.fill(r, room)
+		if room -= int64(n); room < 0 {
+			s.buf = s.buf[:len(s.buf)-n]
+			return fmt.Errorf("%w: more than the announced %d bytes", blobstore.ErrSizeMismatch, announced)
+		}
+		piece := s.buf[len(s.buf)-n:]
+		s.hash.Write(piece)
+		s.crc = crc32.Update(s.crc, castagnoli, piece)
+		s.size.Add(int64(n))
+		if err == io.EOF {
+			return nil
+		} else if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// fill reads a piece into buf, as much as there is room for, or one byte to see that there is too much. It returns r's
+// own error: a request body that ends too early says so with io.ErrUnexpectedEOF.
+func (s *session) fill(r io.Reader, room int64) (n int, err error) {
+	want := int(max(1, min(pieceSize, room, s.partSize()-int64(len(s.buf)))))
+	s.grow(want)
+	b := s.buf[len(s.buf) : len(s.buf)+want]
+	for idle := 0; n < want && err == nil; {
+		var m int
+		m, err = r.Read(b[n:])
+		if n += m; m > 0 {
+			idle = 0
+		} else if idle++; idle >= 100 && err == nil {
+			err = io.ErrNoProgress
+		}
+	}
+	s.buf = s.buf[:len(s.buf)+n]
+	return n, err
+}
+
+// grow makes room for n more bytes in buf. A small upload never takes the memory of a whole part.
+func (s *session) grow(n int) {
+	if cap(s.buf)-len(s.buf) >= n {
+		return
+	}
+	size := min(max(2*int64(cap(s.buf)), int64(len(s.buf)+n)), s.partSize())
+	var b []byte
+	if size > s.st.partMin/2 && s.partSize() == s.st.partMin {
+		b = *s.st.parts.Get().(*[]byte)
+	} else {
+		b = make([]byte, 0, size)
+	}
+	s.buf = append(b, s.buf...)
+}
+
+// flush begins to send buf if it is a whole part and the upload goes on behind it. It returns false once a part could
+// not be sent.
+func (s *session) flush(ctx context.Context) bool {
+	if int64(len(s.buf)) < s.partSize() || s.size.Load() == s.cur.Announced {
+		return s.failed == nil
+	}
+	if s.wait(); s.failed != nil {
+		return false
+	}
+	b, crc, size := s.buf, s.crc, s.size.Load()
+	h, err := s.hash.MarshalBinary()
+	if err != nil {
+		s.failed = err
+		return false
+	}
+	s.buf, s.next, s.crc = s.next[:0], nil, 0
+	s.n++
+	done := make(chan error, 1)
+	s.sending = done
+	go func() {
+		err := s.send(context.WithoutCancel(ctx), b, crc, size, h)
+		s.next = b[:0]
+		done <- err
+	}()
+	return true
+}
+
+// wait returns when no part is on its way.
+func (s *session) wait() {
+	if s.sending != nil {
+		if err := <-s.sending; s.failed == nil {
+			s.failed = err
+		}
+		s.sending = nil
+	}
+}
+
+// save makes durable what was received, as far as parts could be sent: the bytes after the last part as a tail, and then
+// the state. On return size is what is durable.
+func (s *session) save(ctx context.Context) error {
+	ctx = context.WithoutCancel(ctx) // what was received is kept also for a client that is gone
+	s.wait()
+	err := s.failed
+	if err == nil {
+		err = s.saveTail(ctx)
+	}
+	// Parts before one that failed are worth keeping.
+	if more := s.saveState(ctx); more != nil {
+		err = errors.Join(err, more)
+	}
+	s.size.Store(s.saved.Size)
+	if err != nil {
+		return fmt.Errorf("save what was received: %w", err)
+	}
+	return nil
+}
+
+// saveTail stores the bytes of buf that no tail holds yet.
+func (s *session) saveTail(ctx context.Context) error {
+	held := s.cur.Size - s.cur.Parted
+	if held == int64(len(s.buf)) {
+		return nil
+	}
+	h, err := s.hash.MarshalBinary()
+	if err != nil {
+		return err
+	}
+	t := tail{rand.Text(), int64(len(s.buf)) - held}
+	if err := s.st.change(ctx); err != nil {
+		return err
+	}
+	if _, err := s.st.put(ctx, s.tailKey(t.Name), s.buf[held:], condition{}); err != nil {
+		return err
+	}
+	s.cur.Tails, s.cur.Size, s.cur.Hash = append(s.cur.Tails, t), s.size.Load(), h
+	return nil
+}
+
+// saveState makes uploads/ID say what cur does. blobstore.ErrUploadBusy if another process goes on with the upload.
+func (s *session) saveState(ctx context.Context) error {
+	if s.etag != "" && s.same() {
+		return nil
+	}
+	if err := s.st.change(ctx); err != nil {
+		return err
+	}
+	s.cur.Writer = s.name
+	body, err := json.Marshal(s.cur)
+	if err != nil {
+		return err
+	}
+	for tries := 0; ; tries++ {
+		etag, err := s.st.putIf(ctx, s.st.stateKey(s.id), body, condition{absent: s.etag == "", etag: s.etag})
+		if err == nil {
+			s.etag, s.saved = etag, s.cur.clone()
+			return nil
+		}
+		if !errors.Is(err, errConflict) && !errors.Is(err, errAbsent) || tries > 1 {
+			return err
+		}
+		// It may be this session's own, from a try of which the answer was lost.
+		found, o, err := s.st.readState(ctx, s.id)
+		if err != nil {
+			return err
+		}
+		if found.Writer != s.name {
+			return blobstore.ErrUploadBusy
+		}
+		s.etag = o.etag
+	}
+}
+
+func (s *session) same() bool {
+	a, b := &s.cur, &s.saved
+	return a.Size == b.Size && a.Parted == b.Parted && a.Multipart == b.Multipart && a.Target == b.Target &&
+		a.Unnamed == b.Unnamed && a.Ended == b.Ended && len(a.Tails) == len(b.Tails)
+}
+
+// drop removes an upload and its bytes. A copy that is shown stays.
+func (s *session) drop(ctx context.Context) error {
+	ctx = context.WithoutCancel(ctx)
+	s.wait()
+	if err := s.end(ctx); err != nil {
+		return err
+	}
+	if s.cur.Multipart != "" {
+		if err := s.st.abortMultipart(ctx, s.copyKey(), s.cur.Multipart); err != nil {
+			return err
+		}
+	}
+	if err := s.dropCopy(ctx); err != nil {
+		return err
+	}
+	return s.clear(ctx)
+}
+
+// end says in uploads/ID that nobody may go on with the upload, so that one that is removed by half is none. A state
+// that does not read is as good for that.
+func (s *session) end(ctx context.Context) error {
+	if s.etag == "" {
+		return s.st.change(ctx)
+	}
+	s.cur.Ended = true
+	return s.saveState(ctx)
+}
+
+// dropCopy removes the bytes that were stored for the upload unless they are shown.
+func (s *session) dropCopy(ctx context.Context) error {
+	if s.cur.Unnamed && s.cur.Target.IsZero() {
+		return s.st.remove(ctx, s.copyKey())
+	} else if s.cur.Target.IsZero() {
+		return nil
+	}
+	l, _, err := s.st.readLive(ctx, s.cur.Target)
+	switch {
+	case err != nil && !errors.Is(err, errAbsent):
+		return err
+	case l.Copy == s.copyName():
+		return nil
+	}
+	return s.st.removeCopy(ctx, s.cur.Target, s.copyName())
+}
+
+// clear removes what is left of an upload that has ended, uploads/ID last. Tails that were put but never noted are left
+// to Sweep.
+func (s *session) clear(ctx context.Context) error {
+	tails := s.cur.Tails
+	if len(s.saved.Tails) > len(tails) {
+		tails = s.saved.Tails
+	}
+	if len(tails) > 0 {
+		if err := s.end(ctx); err != nil {
+			return err
+		}
+	}
+	for _, t := range tails {
+		if err := s.st.remove(ctx, s.tailKey(t.Name)); err != nil {
+			return err
+		}
+	}
+	return s.st.remove(ctx, s.st.stateKey(s.id))
+}
+
+// copyName is the name of the copy that the upload makes.
+func (s *session) copyName() string {
+	if s.cur.Unnamed {
+		return unnamedMark + s.id
+	}
+	return s.id
+}
+
+func (s *session) copyKey() string { return s.st.bytesKey(s.cur.Target, s.copyName()) }

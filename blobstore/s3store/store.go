@@ -1,0 +1,238 @@
+// Package s3store keeps blobs, uploads and refs in a bucket of an S3-compatible object store. What it holds, below the
+// store's prefix:
+//
+//	store.json                  says that this is a store, of which format, and which one
+//	owner.json                  which process owns the store, see owner.go
+//	blobs/HEX/live              which copy of a blob is shown; of no bytes if none is, see blob.go
+//	blobs/HEX/COPY              the bytes of a copy, or a stub where they are unnamed/ID
+//	unnamed/ID                  the bytes of a copy whose digest was not known when the first of them came
+//	uploads/ID                  an open upload, see session.go
+//	tails/ID/OFFSET             its bytes after the last whole part
+//	refs/NUMBER                 the refs, a log of objects, see refs.go
+//
+// Other keys are left alone. Bytes are verified before a copy is shown: the registry hashes what it receives, and the
+// server confirms what it stored by a checksum, or is read back.
+package s3store
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/http"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/minio/minio-go/v7"
+
+	"github.com/kiln-registry/kiln-registry/blobstore"
+)
+
+const markerName = "store.json"
+
+// formatName and formatVersion stand in store.json. A store of a higher version is refused.
+const (
+	formatName    = "kiln-store"
+	formatVersion = 1
+)
+
+// smallObject is more than any object has that is read into memory whole, besides tails and refs.
+const smallObject = 4 << 20
+
+// pieceSize is how much is read and hashed at a time.
+const pieceSize = 256 << 10
+
+// Options are choices of Open. The zero Options share the store with other processes.
+type Options struct {
+	// Notify, if set, is told what an operator should know about the store, one line each.
+	Notify func(string)
+	// Exclusive owns the store: Open is blobstore.ErrInUse while another process does, and every change is once another
+	// process took it, which it can when this one was not heard of for OwnerTTL.
+	Exclusive bool
+	// Transport, if set, stands between the client and the network. Only tests set it, and Tries.
+	Transport func(http.RoundTripper) http.RoundTripper
+	// Tries is how often a request is made that fails for a reason that may pass. Zero means the usual number.
+	Tries int
+}
+
+// Store is a store in a bucket. It implements blobstore.Store, Uploads and Refs.
+type Store struct {
+	*conn
+	id          string
+	notify      func(string)
+	conditional bool // the server has conditional writes
+	owner       *owner
+	closed      atomic.Bool
+	pieces      sync.Pool // *[pieceSize]byte
+	parts       sync.Pool // *[]byte of partMin
+	partMin     int64     // smallest size of a part but the last; less in tests
+	saveEvery   int64     // bytes
+
+	mu     sync.Mutex // guards active
+	active map[string]*session
+
+	serial sync.Mutex // held around changes that a server with conditional writes would order
+	log    refLog
+}
+
+var (
+	_ blobstore.Store   = (*Store)(nil)
+	_ blobstore.Uploads = (*Store)(nil)
+	_ blobstore.Refs    = (*Store)(nil)
+)
+
+type marker struct {
+	Format  string `json:"format"`
+	Version int    `json:"version"`
+	ID      string `json:"id"`
+}
+
+// Init makes the place, which must be empty, a store. It is durable on return. It does nothing if it is a store already,
+// and returns blobstore.ErrNotStore if it holds anything else. It does not make the bucket.
+func Init(ctx context.Context, c Config) error {
+	s, err := dial(c, nil, 0)
+	if err != nil {
+		return err
+	}
+	_, _, err = s.marker(ctx)
+	if !errors.Is(err, blobstore.ErrNotStore) {
+		return err
+	}
+	if err := s.empty(ctx); err != nil {
+		return err
+	}
+	b, err := json.Marshal(marker{formatName, formatVersion, rand.Text()})
+	if err != nil {
+		return err
+	}
+	_, err = s.put(ctx, s.key(markerName), append(b, '\n'), condition{absent: true})
+	if errors.Is(err, errConflict) {
+		_, _, err = s.marker(ctx)
+	}
+	if err != nil {
+		return fmt.Errorf("make store %s: %w", c, err)
+	}
+	return nil
+}
+
+func (c *conn) empty(ctx context.Context) error {
+	prefix := c.Prefix
+	if prefix != "" {
+		prefix += "/"
+	}
+	for o, err := range c.list(ctx, prefix, "", 1) {
+		if err != nil {
+			return fmt.Errorf("make store: %w", err)
+		}
+		return fmt.Errorf("%s: %w: it has no %s, but %s and perhaps more", c, blobstore.ErrNotStore, markerName, o.Key)
+	}
+	return nil
+}
+
+// marker reads store.json.
+func (c *conn) marker(ctx context.Context) (m marker, o object, err error) {
+	o, err = c.get(ctx, c.key(markerName), smallObject)
+	switch {
+	case errors.Is(err, errAbsent):
+		return m, o, fmt.Errorf("%s: %w: it has no %s", c, blobstore.ErrNotStore, markerName)
+	case err != nil:
+		return m, o, err
+	}
+	if err := json.Unmarshal(o.body, &m); err != nil || m.Format != formatName || m.Version < 1 || m.ID == "" {
+		return m, o, fmt.Errorf("%s: %w: %s is not what this program writes", c, blobstore.ErrDamaged, markerName)
+	}
+	if m.Version > formatVersion {
+		return m, o, fmt.Errorf("%s is a store of format %d: this program knows formats up to %d",
+			c, m.Version, formatVersion)
+	}
+	return m, o, nil
+}
+
+// Open opens a store. The error is blobstore.ErrNotStore if there is none, blobstore.ErrInUse if another process owns
+// it, and blobstore.ErrUnavailable if the server can't be reached.
+func Open(ctx context.Context, c Config, o Options) (*Store, error) {
+	s, err := dial(c, o.Transport, o.Tries)
+	if err != nil {
+		return nil, err
+	}
+	st := &Store{conn: s, notify: o.Notify, active: map[string]*session{}, partMin: partMin, saveEvery: saveEvery}
+	if st.notify == nil {
+		st.notify = func(string) {}
+	}
+	st.pieces.New = func() any { return new([pieceSize]byte) }
+	st.parts.New = func() any { b := make([]byte, 0, st.partMin); return &b }
+	if err := st.open(ctx, o); err != nil {
+		return nil, fmt.Errorf("open store: %w", err)
+	}
+	return st, nil
+}
+
+func (st *Store) open(ctx context.Context, o Options) error {
+	m, object, err := st.marker(ctx)
+	if err != nil {
+		return err
+	}
+	st.id = m.ID
+	if st.conditional, err = st.probe(ctx, object); err != nil {
+		return err
+	}
+	if !st.conditional {
+		st.notify(fmt.Sprintf("%s has no conditional writes: nothing keeps two registries from writing to %s at a time",
+			st.Endpoint, st))
+	}
+	if !o.Exclusive {
+		return nil
+	}
+	if st.owner, err = st.acquire(ctx); err != nil {
+		return err
+	}
+	// Only the owner of a store knows that nobody else is about to note what they began just now.
+	if _, err := st.sweepMultiparts(ctx, time.Now().Add(time.Hour)); err != nil {
+		return errors.Join(err, st.owner.release())
+	}
+	return nil
+}
+
+// probe says whether the server honours conditions, by putting store.json under two that don't hold. If it doesn't, the
+// same bytes are there again.
+func (st *Store) probe(ctx context.Context, m object) (bool, error) {
+	for _, only := range []condition{{absent: true}, {etag: "0123456789abcdef0123456789abcdef"}} {
+		_, err := st.put(ctx, st.key(markerName), m.body, only)
+		var e minio.ErrorResponse
+		switch {
+		case errors.Is(err, errConflict):
+		case err == nil, errors.As(err, &e) && e.Code == "NotImplemented":
+			return false, nil
+		default:
+			return false, err
+		}
+	}
+	return true, nil
+}
+
+// ID returns what tells this store from all others, also after it was moved to another bucket.
+func (st *Store) ID() string { return st.id }
+
+// Close gives the store back. No other call may be running or follow.
+func (st *Store) Close() error {
+	if st.closed.Swap(true) {
+		return nil
+	}
+	st.idle()
+	if st.owner == nil {
+		return nil
+	}
+	return st.owner.release()
+}
+
+// change is asked before everything that changes the store.
+func (st *Store) change(ctx context.Context) error {
+	if st.owner != nil {
+		if err := st.owner.check(); err != nil {
+			return err
+		}
+	}
+	return ctx.Err()
+}

@@ -1,0 +1,158 @@
+package s3store
+
+import (
+	"context"
+	"net/http"
+	"os"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/kiln-registry/kiln-registry/blobstore/storetest"
+	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/internal/tests3"
+)
+
+func TestMain(m *testing.M) { tests3.Main(m) }
+
+// medium is a store in a bucket of a real server. The requests that change something can be made to fail.
+type medium struct {
+	storetest.Faults
+	Config
+	part int64 // size of a part; 0: the usual one
+}
+
+// signIn puts the credentials of the server that all tests share into the environment.
+var signIn sync.Once
+
+// place makes an empty store in a new bucket.
+func place(t testing.TB) Config {
+	t.Helper()
+	server := tests3.Shared(t)
+	signIn.Do(func() {
+		os.Setenv("AWS_ACCESS_KEY_ID", server.AccessKey)
+		os.Setenv("AWS_SECRET_ACCESS_KEY", server.SecretKey)
+	})
+	return storeAt(t, server.Endpoint(), server.Bucket(t))
+}
+
+func storeAt(t testing.TB, endpoint, bucket string) Config {
+	t.Helper()
+	c, err := Parse("s3://" + bucket + "/some/prefix?addressing=path&endpoint=http://" + endpoint)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := Init(t.Context(), c); err != nil {
+		t.Fatal(err)
+	}
+	return c
+}
+
+func newMedium(t testing.TB) storetest.Medium { return &medium{Config: place(t)} }
+
+func (m *medium) Open(t testing.TB) (storetest.Store, error) {
+	st, err := Open(context.WithoutCancel(t.Context()), m.Config, Options{Transport: m.wrap, Tries: 1})
+	if err != nil {
+		return nil, err
+	}
+	if m.part > 0 {
+		st.partMin, st.saveEvery = m.part, 2*m.part
+	}
+	return st, nil
+}
+
+type roundTripper func(*http.Request) (*http.Response, error)
+
+func (f roundTripper) RoundTrip(r *http.Request) (*http.Response, error) { return f(r) }
+
+func (m *medium) wrap(rt http.RoundTripper) http.RoundTripper {
+	return roundTripper(func(r *http.Request) (resp *http.Response, err error) {
+		if r.Method == http.MethodGet || r.Method == http.MethodHead {
+			return rt.RoundTrip(r)
+		}
+		err = m.Do(func() (err error) {
+			resp, err = rt.RoundTrip(r)
+			return err
+		})
+		if err != nil && resp != nil {
+			resp.Body.Close()
+			resp = nil
+		}
+		return resp, err
+	})
+}
+
+func (m *medium) Kill(t testing.TB, st storetest.Store) {
+	if err := st.Close(); err != nil { // which writes nothing in a store that is shared
+		t.Fatal(err)
+	}
+}
+
+// Check looks at every key: a blob that is shown has its bytes, bytes that are not shown belong to an open upload, and
+// so do tails and multipart uploads.
+func (m *medium) Check(t testing.TB) {
+	st, err := Open(context.Background(), m.Config, Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer st.Close()
+	ctx := context.Background()
+	if _, err := st.Sweep(ctx, time.Now().Add(time.Hour)); err != nil {
+		t.Fatal(err)
+	}
+	open := map[string]state{}
+	for u, err := range st.Uploads(ctx) {
+		if err != nil {
+			t.Fatal(err)
+		}
+		if open[u.ID], err = st.loadState(ctx, u.ID); err != nil {
+			t.Errorf("upload %s: %v", u.ID, err)
+		}
+	}
+	shown := map[string]bool{}
+	for i, err := range st.List(ctx, identity.Digest{}) {
+		if err != nil {
+			t.Fatal(err)
+		}
+		shown[i.Generation] = true
+		if o, err := st.head(ctx, st.bytesKey(i.Digest, i.Generation)); err != nil || o.Size != i.Size {
+			t.Errorf("blob %s: its bytes: %v, %v", i.Digest, o.Size, err)
+		}
+	}
+	prefix := st.key("")
+	for o, err := range st.list(ctx, prefix, "", 0) {
+		if err != nil {
+			t.Fatal(err)
+		}
+		key := strings.Split(strings.TrimPrefix(o.Key, prefix), "/")
+		name := key[len(key)-1]
+		switch {
+		case key[0] == markerName, key[0] == refsName, key[0] == uploadsName, name == liveName:
+		case key[0] == tailsName && open[key[1]].Hash != nil:
+		case key[0] == blobsName && (shown[name] || open[strings.TrimPrefix(name, unnamedMark)].Hash != nil):
+		case key[0] == unnamedName && (shown[unnamedMark+name] || open[name].Hash != nil):
+		default:
+			t.Errorf("%s is left behind", o.Key)
+		}
+	}
+	page, err := st.ListMultipartUploads(ctx, st.Bucket, prefix, "", "", "", 1000)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, u := range page.Uploads {
+		if open[keyCopy(u.Key)].Multipart != u.UploadID {
+			t.Errorf("multipart upload of %s is left behind", u.Key)
+		}
+	}
+}
+
+func TestStore(t *testing.T) { storetest.Run(t, newMedium) }
+
+// TestStoreInParts runs the fault grid with an upload of several parts.
+func TestStoreInParts(t *testing.T) {
+	const mib = 1 << 20
+	storetest.RunFaults(t, storetest.Sizes{Upload: 14 * mib, Received: 8 * mib}, func(t testing.TB) storetest.Medium {
+		return &medium{Config: place(t), part: 5 * mib}
+	})
+}
