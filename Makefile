@@ -2,7 +2,7 @@
 # Logic lives in scripts/.
 export PATH := $(CURDIR)/.bin:$(CURDIR)/.tools/bin:$(PATH)
 export FUZZTIME ?= 20s
-export BENCH KEEP
+export BENCH KEEP STORE
 S3 ?= $(KILN_TEST_S3)
 export KILN_TEST_S3 := $(S3)
 
@@ -18,7 +18,9 @@ build: $(BINARIES) ## the three binaries, in .bin/
 $(BINARIES): .bin/%:
 	go build -trimpath -o $@ ./cmd/$*
 
-demo: build ## the main job on embedded defaults; KEEP=1 stays up
+S3_STORE = $(if $(filter s3,$(STORE)),.tools/bin/versitygw)
+
+demo: build $(S3_STORE) ## the main job on embedded defaults; KEEP=1 stays up; STORE=s3 keeps the bytes in a bucket
 	scripts/demo.sh
 
 test: .tools/bin/versitygw $(filter .tools/bin/weed,.tools/bin/$(S3)) ## tests, and what they need; S3=weed: on that server
@@ -36,8 +38,8 @@ fuzz: ## every fuzz target for FUZZTIME
 interop: build .tools/bin/oras .tools/bin/crane .tools/bin/regctl .tools/model/.stamp ## real clients on a real model
 	scripts/interop.sh
 
-bench: build ## ratio tables; BENCH=identity|registry|index, FULL=1 for the long form
-	go run ./internal/bench $(if $(FULL),-full) -bin .bin $(BENCH)
+bench: build $(S3_STORE) ## ratio tables; BENCH=identity|registry|index, FULL=1 for the long form; STORE=s3 for registry
+	go run ./internal/bench $(if $(FULL),-full) $(if $(S3_STORE),-s3 $(S3_STORE)) -bin .bin $(BENCH)
 
 device: ## loading into memory: the fault matrix under the race detector, then mutants of the code
 	CGO_ENABLED=1 go test -race ./gpuload/...

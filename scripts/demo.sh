@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # The main job, end to end, on embedded defaults in a temporary folder: push a model, rename its shards, push it again,
-# find both by their bytes, pull, verify, hold resident. KEEP=1 leaves both servers up until Ctrl-C.
+# find both by their bytes, pull, verify, hold resident. KEEP=1 leaves the servers up until Ctrl-C. STORE=s3 keeps the
+# bytes in a bucket of a local S3 server, and in the end makes the index anew from that bucket alone.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
-PATH=$root/.bin:$PATH
+PATH=$root/.bin:$root/.tools/bin:$PATH
 . "$root/scripts/lib.sh"
 step() { printf '\n== %s\n' "$*"; }
 
@@ -11,9 +12,34 @@ port=$(free_port)
 export KILN_REGISTRY=127.0.0.1:$port
 cd "$scratch"
 
-step "a registry on embedded defaults"
-printf '\n$ export KILN_REGISTRY=%s\n$ kiln-registry serve --addr %s &\n' "$KILN_REGISTRY" "$KILN_REGISTRY"
-start registry.log "$port" /readyz kiln-registry serve --addr "$KILN_REGISTRY"
+store=() # where the registry keeps things; nothing is its default
+serve() {
+  printf '\n$ kiln-registry serve --addr %s%s &\n' "$KILN_REGISTRY" "${*:+ $*}"
+  start registry.log "$port" /readyz kiln-registry serve --addr "$KILN_REGISTRY" "$@"
+  registry=${pids[-1]}
+}
+case ${STORE:-} in
+  '')
+    step "a registry on embedded defaults"
+    ;;
+  s3)
+    step "an S3 server with an empty bucket, and a registry on it"
+    s3=$(free_port)
+    mkdir -p s3/kiln
+    export AWS_ACCESS_KEY_ID=demo AWS_SECRET_ACCESS_KEY=$RANDOM$RANDOM$RANDOM
+    unset AWS_SESSION_TOKEN AWS_REGION AWS_DEFAULT_REGION
+    printf '\n$ export AWS_ACCESS_KEY_ID=… AWS_SECRET_ACCESS_KEY=…\n$ versitygw --port 127.0.0.1:%s posix s3 &\n' "$s3"
+    start s3.log "$s3" /health env ROOT_ACCESS_KEY=$AWS_ACCESS_KEY_ID ROOT_SECRET_KEY=$AWS_SECRET_ACCESS_KEY \
+      versitygw --port "127.0.0.1:$s3" --health /health --keep-alive --quiet posix s3
+    store=(--store "s3://kiln/demo?endpoint=http://127.0.0.1:$s3")
+    ;;
+  *)
+    echo "error: STORE=$STORE: want s3, or nothing for a folder" >&2
+    exit 2
+    ;;
+esac
+printf '\n$ export KILN_REGISTRY=%s\n' "$KILN_REGISTRY"
+serve ${store[@]+"${store[@]}" --init}
 
 step "a model of three shards, about 300 MB"
 printf '\n$ go run ./internal/testmodel -size 300MB -shards 3 model\n'
@@ -49,6 +75,19 @@ start resident.log "$resident" /health kiln-pull resident pulled --listen "127.0
 printf '\nGET http://127.0.0.1:%s/health\n' "$resident"
 fetch "http://127.0.0.1:$resident/health"
 run kiln-push compare model "http://127.0.0.1:$resident/health"
+
+if [ "${STORE:-}" = s3 ]; then
+  step "kill the registry, lose its machine, make the index anew from the bucket"
+  run kiln-registry export "${store[@]}" >before
+  run kill -9 "$registry"
+  wait "$registry" 2>/dev/null || :
+  run rm -r kiln-state
+  run kiln-registry reindex "${store[@]}"
+  run kiln-registry export "${store[@]}" >after
+  run diff -s before after
+  serve "${store[@]}"
+  run kiln-pull find "$aggregate"
+fi
 
 if [ -n "${KEEP:-}" ]; then
   step "still up; Ctrl-C stops and removes everything"
