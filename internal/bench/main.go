@@ -30,13 +30,14 @@ func main() {
 
 // bench is one run: where the binaries are, how much work to do, and where the tables go.
 type bench struct {
-	bin    string // folder of the three binaries
-	dir    string // scratch
-	size   int64  // bytes of a large blob
-	rounds int
-	pushes int // manifests in the filled repository of the index table
-	out    io.Writer
-	client *client
+	bin       string // folder of the three binaries
+	versitygw string // the S3 server that the registry table is about; empty: it is about the disk
+	dir       string // scratch
+	size      int64  // bytes of a large blob
+	rounds    int
+	pushes    int // manifests in the filled repository of the index table
+	out       io.Writer
+	client    *client
 }
 
 func run(ctx context.Context, args []string, out io.Writer) error {
@@ -45,6 +46,7 @@ func run(ctx context.Context, args []string, out io.Writer) error {
 	}
 	fs := flag.NewFlagSet("bench", flag.ContinueOnError)
 	bin := fs.String("bin", ".bin", "folder of the three binaries")
+	s3 := fs.String("s3", "", "versitygw: compare a store on S3 with one on disk, in the registry table alone")
 	full := fs.Bool("full", false, "the sizes that the goals name: 1 GiB blobs, 7 rounds, 10,000 manifests")
 	if err := fs.Parse(args); err != nil {
 		return err
@@ -61,18 +63,24 @@ func run(ctx context.Context, args []string, out io.Writer) error {
 	if b.bin, err = filepath.Abs(*bin); err != nil {
 		return err
 	}
+	if *s3 != "" {
+		if b.versitygw, err = filepath.Abs(*s3); err != nil {
+			return err
+		}
+	}
 	b.dir = dir
 	return b.tables(ctx, fs.Args())
 }
 
+type table struct {
+	name string
+	rows func(context.Context) ([]row, error)
+}
+
 func (b *bench) tables(ctx context.Context, names []string) error {
-	all := []struct {
-		name  string
-		table func(context.Context) ([]row, error)
-	}{
-		{"identity", b.identity},
-		{"registry", b.registry},
-		{"index", b.index},
+	all := []table{{"identity", b.identity}, {"registry", b.registry}, {"index", b.index}}
+	if b.versitygw != "" {
+		all = []table{{"registry", b.s3}}
 	}
 	known := 0
 	for _, t := range all {
@@ -81,19 +89,19 @@ func (b *bench) tables(ctx context.Context, names []string) error {
 		}
 		known++
 		before := load()
-		rows, err := t.table(ctx)
+		rows, err := t.rows(ctx)
 		if err != nil {
 			return fmt.Errorf("bench %s: %w", t.name, err)
 		}
 		b.print(t.name, before, rows)
 	}
 	if known < len(names) {
-		return errors.New("want identity, registry, index or nothing for all")
+		return errors.New("want identity, registry, index or nothing for all; only registry with an S3 server")
 	}
 	return nil
 }
 
-// row is one line of a table. Ratios have no unit.
+// row is one line of a table. Ratios have no unit. A row without a goal is for reading.
 type row struct {
 	what  string
 	value float64
@@ -110,7 +118,10 @@ func (b *bench) print(name, before string, rows []row) {
 	fmt.Fprintln(w, "measure\tvalue\tgoal\t\tnotes")
 	for _, r := range rows {
 		met := "met"
-		if !r.met {
+		switch {
+		case r.goal == "":
+			met = ""
+		case !r.met:
 			met = "MISSED"
 		}
 		fmt.Fprintf(w, "%s\t%.2f%s\t%s\t%s\t%s\n", r.what, r.value, r.unit, r.goal, met, r.notes)
@@ -121,6 +132,11 @@ func (b *bench) print(name, before string, rows []row) {
 // atMost is a row whose value must not exceed limit.
 func atMost(what string, value, limit float64, unit, notes string) row {
 	return row{what, value, unit, fmt.Sprintf("<= %.2f", limit), value <= limit, notes}
+}
+
+// atMost gives a row its goal.
+func (r row) atMost(limit float64) row {
+	return atMost(r.what, r.value, limit, r.unit, r.notes)
 }
 
 // load returns the three load averages, so that a reader can judge how quiet the machine was.
