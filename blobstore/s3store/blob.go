@@ -10,9 +10,8 @@ import (
 	"path"
 	"strings"
 
-	"github.com/minio/minio-go/v7"
-
 	"github.com/kiln-registry/kiln-registry/blobstore"
+	"github.com/kiln-registry/kiln-registry/blobstore/s3store/bucket"
 	"github.com/kiln-registry/kiln-registry/identity"
 )
 
@@ -26,21 +25,21 @@ const (
 // its name has this before the ID; beside the marker it has a stub then, so that a listing shows it.
 const unnamedMark = "u"
 
-// live is what the marker of a blob says. A marker is never deleted, as that could hit one that was put meanwhile: it is
-// emptied.
+// live is what the marker of a blob says. A marker is never deleted, as that could hit one that was put meanwhile: it
+// is emptied.
 type live struct {
 	Copy string `json:"copy"`
 	Size int64  `json:"size"`
 }
 
 func (st *Store) blobKey(d identity.Digest, name string) string {
-	return st.key(blobsName, d.Hex(), name)
+	return st.b.Key(blobsName, d.Hex(), name)
 }
 
 // bytesKey returns where the bytes of a copy are.
 func (st *Store) bytesKey(d identity.Digest, name string) string {
 	if id, ok := strings.CutPrefix(name, unnamedMark); ok {
-		return st.key(unnamedName, id)
+		return st.b.Key(unnamedName, id)
 	}
 	return st.blobKey(d, name)
 }
@@ -48,13 +47,13 @@ func (st *Store) bytesKey(d identity.Digest, name string) string {
 // keyCopy returns the upload whose bytes are at key.
 func keyCopy(key string) string { return path.Base(key) }
 
-// readLive reads the marker of a blob. The copy is empty if none is shown; errAbsent if there never was one.
-func (st *Store) readLive(ctx context.Context, d identity.Digest) (l live, o object, err error) {
-	o, err = st.get(ctx, st.blobKey(d, liveName), smallObject)
-	if err != nil || len(o.body) == 0 {
+// readLive reads the marker of a blob. The copy is empty if none is shown; bucket.ErrAbsent if there never was one.
+func (st *Store) readLive(ctx context.Context, d identity.Digest) (l live, o bucket.Object, err error) {
+	o, err = st.b.Get(ctx, st.blobKey(d, liveName), smallObject)
+	if err != nil || len(o.Body) == 0 {
 		return l, o, err
 	}
-	if err := json.Unmarshal(o.body, &l); err != nil || !validCopy(l.Copy) || l.Size < 0 {
+	if err := json.Unmarshal(o.Body, &l); err != nil || !validCopy(l.Copy) || l.Size < 0 {
 		return l, o, fmt.Errorf("%w: marker of blob %s is not what this program writes", blobstore.ErrDamaged, d)
 	}
 	return l, o, nil
@@ -65,20 +64,20 @@ func validCopy(name string) bool { return validID(strings.TrimPrefix(name, unnam
 // Stat implements blobstore.Store.
 func (st *Store) Stat(ctx context.Context, d identity.Digest) (blobstore.Info, error) {
 	l, o, err := st.readLive(ctx, d)
-	if errors.Is(err, errAbsent) || err == nil && l.Copy == "" {
+	if errors.Is(err, bucket.ErrAbsent) || err == nil && l.Copy == "" {
 		err = blobstore.ErrNotFound
 	}
 	if err != nil {
 		return blobstore.Info{}, fmt.Errorf("stat blob %s: %w", d, err)
 	}
-	return blobstore.Info{Digest: d, Size: l.Size, Created: o.modified, Generation: l.Copy}, nil
+	return blobstore.Info{Digest: d, Size: l.Size, Created: o.Modified, Generation: l.Copy}, nil
 }
 
 // Open implements blobstore.Store. The reader ends at the end of the blob also when n goes past it; it is an error if
 // off does. An answer of the server that breaks off is gone on with by another request.
 func (st *Store) Open(ctx context.Context, i blobstore.Info, off, n int64) (io.ReadCloser, error) {
 	r, err := st.openRange(ctx, i, off, n)
-	if errors.Is(err, errAbsent) {
+	if errors.Is(err, bucket.ErrAbsent) {
 		err = blobstore.ErrNotFound
 	}
 	if err != nil {
@@ -117,17 +116,13 @@ type reader struct {
 
 // request asks for what is left.
 func (r *reader) request() error {
-	var o minio.GetObjectOptions
-	if err := o.SetRange(r.at, r.end-1); err != nil {
+	body, size, err := r.st.b.Range(r.ctx, r.key, r.at, r.end-r.at)
+	if err != nil {
 		return err
 	}
-	body, info, _, err := r.st.GetObject(r.ctx, r.st.Bucket, r.key, o)
-	if err != nil {
-		return r.st.explain(getObject, r.key, err)
-	}
-	if got := info.Size; got != r.end-r.at {
+	if size != r.end-r.at {
 		body.Close()
-		return fmt.Errorf("%w: %s gave %d bytes of %d", blobstore.ErrDamaged, r.key, got, r.end-r.at)
+		return fmt.Errorf("%w: %s gave %d bytes of %d", blobstore.ErrDamaged, r.key, size, r.end-r.at)
 	}
 	r.body = body
 	return nil
@@ -153,11 +148,11 @@ func (r *reader) Read(b []byte) (n int, err error) {
 		}
 		// The answer ended before the range did.
 		r.Close()
-		if r.tries++; r.tries >= attempts {
+		if r.tries++; r.tries >= bucket.Attempts {
 			return n, fmt.Errorf("%w: read blob: %s broke off at byte %d of %d: %w",
 				blobstore.ErrUnavailable, r.key, r.at, r.size, err)
 		}
-		if err := pause(r.ctx, r.tries); err != nil {
+		if err := bucket.Pause(r.ctx, r.tries); err != nil {
 			return n, err
 		}
 	}
@@ -214,16 +209,16 @@ func (st *Store) hide(ctx context.Context, i blobstore.Info) (hidden bool, err e
 	defer st.ordered()()
 	for tries := 0; ; tries++ {
 		l, o, err := st.readLive(ctx, i.Digest)
-		if errors.Is(err, errAbsent) || err == nil && l.Copy != i.Generation {
+		if errors.Is(err, bucket.ErrAbsent) || err == nil && l.Copy != i.Generation {
 			return tries > 0 && l.Copy == "", nil
 		} else if err != nil {
 			return false, err
 		}
-		_, err = st.putIf(ctx, st.blobKey(i.Digest, liveName), nil, condition{etag: o.etag})
-		if err == nil || !errors.Is(err, errConflict) || tries >= attempts {
+		_, err = st.putIf(ctx, st.blobKey(i.Digest, liveName), nil, bucket.Condition{ETag: o.ETag})
+		if err == nil || !errors.Is(err, bucket.ErrConflict) || tries >= bucket.Attempts {
 			return err == nil, err
 		}
-		if err := pause(ctx, tries); err != nil {
+		if err := bucket.Pause(ctx, tries); err != nil {
 			return false, err
 		}
 	}
@@ -231,9 +226,9 @@ func (st *Store) hide(ctx context.Context, i blobstore.Info) (hidden bool, err e
 
 // removeCopy removes the bytes of a copy that is not shown.
 func (st *Store) removeCopy(ctx context.Context, d identity.Digest, name string) error {
-	err := st.remove(ctx, st.bytesKey(d, name))
+	err := st.b.Remove(ctx, st.bytesKey(d, name))
 	if strings.HasPrefix(name, unnamedMark) {
-		err = errors.Join(err, st.remove(ctx, st.blobKey(d, name)))
+		err = errors.Join(err, st.b.Remove(ctx, st.blobKey(d, name)))
 	}
 	return err
 }
@@ -248,11 +243,11 @@ func (st *Store) ordered() (done func()) {
 }
 
 // putIf is put under a condition, if the server knows any.
-func (st *Store) putIf(ctx context.Context, key string, body []byte, only condition) (etag string, err error) {
+func (st *Store) putIf(ctx context.Context, key string, body []byte, only bucket.Condition) (etag string, err error) {
 	if !st.conditional {
-		only = condition{}
+		only = bucket.Condition{}
 	}
-	return st.put(ctx, key, body, only)
+	return st.b.Put(ctx, key, body, only)
 }
 
 // publish shows a copy of d whose bytes are stored and verified, unless another one is shown already, and returns what
@@ -265,16 +260,16 @@ func (st *Store) publish(ctx context.Context, d identity.Digest, copy string, si
 	defer st.ordered()()
 	for tries := 0; ; tries++ {
 		only, err := st.vacancy(ctx, d, copy)
-		if err == nil && only != (condition{}) {
+		if err == nil && only != (bucket.Condition{}) {
 			_, err = st.putIf(ctx, st.blobKey(d, liveName), body, only)
 		}
 		if err == nil {
 			return st.Stat(ctx, d)
 		}
-		if !errors.Is(err, errConflict) || tries >= attempts {
+		if !errors.Is(err, bucket.ErrConflict) || tries >= bucket.Attempts {
 			return blobstore.Info{}, err
 		}
-		if err := pause(ctx, tries); err != nil {
+		if err := bucket.Pause(ctx, tries); err != nil {
 			return blobstore.Info{}, err
 		}
 	}
@@ -282,24 +277,24 @@ func (st *Store) publish(ctx context.Context, d identity.Digest, copy string, si
 
 // vacancy returns the condition under which a marker may be put that shows a copy. The zero condition means that the
 // marker stays: it shows this copy, or another one whose bytes are there.
-func (st *Store) vacancy(ctx context.Context, d identity.Digest, copy string) (only condition, err error) {
+func (st *Store) vacancy(ctx context.Context, d identity.Digest, copy string) (only bucket.Condition, err error) {
 	l, o, err := st.readLive(ctx, d)
 	switch {
-	case errors.Is(err, errAbsent):
-		return condition{absent: true}, nil
+	case errors.Is(err, bucket.ErrAbsent):
+		return bucket.Condition{Absent: true}, nil
 	case err != nil:
 		return only, err
 	case l.Copy == copy:
 		return only, nil
 	case l.Copy != "":
-		i, err := st.head(ctx, st.bytesKey(d, l.Copy))
+		i, err := st.b.Head(ctx, st.bytesKey(d, l.Copy))
 		if err == nil && i.Size == l.Size {
 			return only, nil
-		} else if err != nil && !errors.Is(err, errAbsent) {
+		} else if err != nil && !errors.Is(err, bucket.ErrAbsent) {
 			return only, err
 		}
 	}
-	return condition{etag: o.etag}, nil
+	return bucket.Condition{ETag: o.ETag}, nil
 }
 
 // List implements blobstore.Store. A page of the server's listing holds some 500 blobs; a blob of which several copies
@@ -333,7 +328,7 @@ func (st *Store) describe(ctx context.Context, g group) (i blobstore.Info, err e
 	if len(g.copies) == 1 && !strings.HasPrefix(keyCopy(g.copies[0].Key), unnamedMark) {
 		o := g.copies[0]
 		return blobstore.Info{
-			Digest: g.digest, Size: o.Size, Created: g.marker.LastModified, Generation: keyCopy(o.Key),
+			Digest: g.digest, Size: o.Size, Created: g.marker.Modified, Generation: keyCopy(o.Key),
 		}, nil
 	}
 	return st.Stat(ctx, g.digest)
@@ -342,11 +337,11 @@ func (st *Store) describe(ctx context.Context, g group) (i blobstore.Info, err e
 // group is what a listing says about one blob.
 type group struct {
 	digest identity.Digest
-	marker minio.ObjectInfo // its Size is 0 if no copy is shown
-	copies []minio.ObjectInfo
+	marker bucket.Entry // its Size is 0 if no copy is shown
+	copies []bucket.Entry
 }
 
-func (g *group) add(name string, o minio.ObjectInfo) {
+func (g *group) add(name string, o bucket.Entry) {
 	switch {
 	case name == liveName:
 		g.marker = o
@@ -357,13 +352,13 @@ func (g *group) add(name string, o minio.ObjectInfo) {
 
 // groups calls fn with what there is of each blob whose digest in hexadecimal comes after another, in ascending order.
 func (st *Store) groups(ctx context.Context, after string, fn func(g group) (more bool, err error)) error {
-	prefix := st.key(blobsName) + "/"
+	prefix := st.b.Key(blobsName) + "/"
 	start := ""
 	if after != "" {
 		start = prefix + after + "/~" // behind every key of that blob
 	}
 	var g group
-	for o, err := range st.list(ctx, prefix, start, 0) {
+	for o, err := range st.b.List(ctx, prefix, start, 0) {
 		if err != nil {
 			return err
 		}

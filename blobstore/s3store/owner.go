@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/kiln-registry/kiln-registry/blobstore"
+	"github.com/kiln-registry/kiln-registry/blobstore/s3store/bucket"
 )
 
 const ownerName = "owner.json"
@@ -57,7 +58,7 @@ func (st *Store) acquire(ctx context.Context) (*owner, error) {
 			go w.renew()
 			return w, nil
 		}
-		if !errors.Is(err, errConflict) || tries >= attempts {
+		if !errors.Is(err, bucket.ErrConflict) || tries >= bucket.Attempts {
 			return nil, err
 		}
 	}
@@ -77,18 +78,18 @@ func pidSpace() string {
 }
 
 // free returns the condition under which the store may be taken.
-func (w *owner) free(ctx context.Context) (condition, error) {
+func (w *owner) free(ctx context.Context) (bucket.Condition, error) {
 	c, o, err := w.read(ctx)
-	if errors.Is(err, errAbsent) {
-		return condition{absent: true}, nil
+	if errors.Is(err, bucket.ErrAbsent) {
+		return bucket.Condition{Absent: true}, nil
 	} else if err != nil {
-		return condition{}, err
+		return bucket.Condition{}, err
 	}
-	if c.Process == "" || c.Process == w.me.Process || o.age > OwnerTTL || w.dead(c) {
-		return condition{etag: o.etag}, nil
+	if c.Process == "" || c.Process == w.me.Process || o.Age > OwnerTTL || w.dead(c) {
+		return bucket.Condition{ETag: o.ETag}, nil
 	}
-	return condition{}, fmt.Errorf("%w: process %d on %s owns it and was heard of %d seconds ago",
-		blobstore.ErrInUse, c.PID, c.Host, int(o.age.Seconds()))
+	return bucket.Condition{}, fmt.Errorf("%w: process %d on %s owns it and was heard of %d seconds ago",
+		blobstore.ErrInUse, c.PID, c.Host, int(o.Age.Seconds()))
 }
 
 // dead says whether the owner is known to be gone, as its process would be one of this machine's.
@@ -99,13 +100,13 @@ func (w *owner) dead(c claim) bool {
 	return c.PID != w.me.PID && errors.Is(syscall.Kill(c.PID, 0), syscall.ESRCH)
 }
 
-func (w *owner) put(ctx context.Context, c claim, only condition) error {
+func (w *owner) put(ctx context.Context, c claim, only bucket.Condition) error {
 	b, err := json.Marshal(c)
 	if err != nil {
 		return err
 	}
 	began := time.Now()
-	etag, err := w.st.putIf(ctx, w.st.key(ownerName), append(b, '\n'), only)
+	etag, err := w.st.putIf(ctx, w.st.b.Key(ownerName), append(b, '\n'), only)
 	if err != nil {
 		return err
 	}
@@ -134,15 +135,15 @@ func (w *owner) renew() {
 			return
 		case <-tick.C:
 		}
-		err := w.put(ctx, w.me, condition{etag: w.held()})
-		if errors.Is(err, errConflict) {
+		err := w.put(ctx, w.me, bucket.Condition{ETag: w.held()})
+		if errors.Is(err, bucket.ErrConflict) {
 			err = w.retake(ctx)
 		}
 		if errors.Is(err, blobstore.ErrInUse) {
 			w.mu.Lock()
 			w.lost = err
 			w.mu.Unlock()
-			w.st.notify(fmt.Sprintf("%s was taken by another process: nothing more is written to it", w.st))
+			w.st.notify(fmt.Sprintf("%s was taken by another process: nothing more is written to it", w.st.b.Config))
 			return
 		}
 	}
@@ -158,7 +159,7 @@ func (w *owner) retake(ctx context.Context) error {
 	if c.Process != w.me.Process {
 		return fmt.Errorf("%w: process %d on %s took it", blobstore.ErrInUse, c.PID, c.Host)
 	}
-	return w.put(ctx, w.me, condition{etag: o.etag})
+	return w.put(ctx, w.me, bucket.Condition{ETag: o.ETag})
 }
 
 // verify asks the server whether this process still owns the store. blobstore.ErrInUse.
@@ -170,12 +171,12 @@ func (w *owner) verify(ctx context.Context) error {
 	return err
 }
 
-func (w *owner) read(ctx context.Context) (c claim, o object, err error) {
-	o, err = w.st.get(ctx, w.st.key(ownerName), smallObject)
+func (w *owner) read(ctx context.Context) (c claim, o bucket.Object, err error) {
+	o, err = w.st.b.Get(ctx, w.st.b.Key(ownerName), smallObject)
 	if err != nil {
 		return c, o, err
 	}
-	if err := json.Unmarshal(o.body, &c); err != nil {
+	if err := json.Unmarshal(o.Body, &c); err != nil {
 		return c, o, fmt.Errorf("%w: %s is not what this program writes", blobstore.ErrDamaged, ownerName)
 	}
 	return c, o, nil
@@ -197,7 +198,7 @@ func (w *owner) check() error {
 	}
 	if silent := time.Since(w.renewed); silent > OwnerTTL {
 		return fmt.Errorf("%w: %s could not be told for %d seconds that its owner is alive",
-			blobstore.ErrUnavailable, w.st, int(silent.Seconds()))
+			blobstore.ErrUnavailable, w.st.b.Config, int(silent.Seconds()))
 	}
 	return nil
 }
@@ -209,8 +210,8 @@ func (w *owner) release() error {
 	if w.check() != nil {
 		return nil
 	}
-	err := w.put(context.Background(), claim{}, condition{etag: w.held()})
-	if errors.Is(err, errConflict) || errors.Is(err, errAbsent) {
+	err := w.put(context.Background(), claim{}, bucket.Condition{ETag: w.held()})
+	if errors.Is(err, bucket.ErrConflict) || errors.Is(err, bucket.ErrAbsent) {
 		return nil // it is another's by now, or this one's for half a minute more
 	}
 	return err

@@ -1,34 +1,23 @@
 package s3store
 
 import (
-	"bytes"
 	"context"
-	"encoding/base64"
-	"encoding/binary"
 	"errors"
 	"fmt"
-	"hash/crc32"
 	"io"
-	"net/http"
-	"strconv"
-
-	"github.com/minio/minio-go/v7"
+	"slices"
 
 	"github.com/kiln-registry/kiln-registry/blobstore"
+	"github.com/kiln-registry/kiln-registry/blobstore/s3store/bucket"
 	"github.com/kiln-registry/kiln-registry/identity"
 )
 
-// The limits of S3: an object of at most 5 TiB in at most 10,000 parts of at least 5 MiB each but the last
-// (docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html).
-const (
-	maxObject = 5 << 40
-	maxParts  = 10_000
-	partMin   = 16 << 20 // the smallest part that is sent, but the last
-)
+// partMin is the size of the smallest part that is sent, but the last.
+const partMin = 16 << 20
 
-// partSize returns how large part n is, counted from 0, of an upload that was announced with a size. Parts of one upload
-// are equal then and 9,000 suffice. Where nothing was announced (a negative size) they grow after the first 2,000, so
-// that 10,000 reach the largest object.
+// partSize returns how large part n is, counted from 0, of an upload that was announced with a size. Parts of one
+// upload are equal then and 9,000 suffice. Where nothing was announced (a negative size) they grow after the first
+// 2,000, so that 10,000 reach the largest object.
 func partSize(n int, announced, smallest int64) int64 {
 	const step = 160 << 10
 	if announced < 0 {
@@ -67,60 +56,21 @@ func (s *session) multipart(ctx context.Context) error {
 		return nil
 	}
 	s.cur.Unnamed = s.cur.Target.IsZero()
-	id, err := s.st.NewMultipartUpload(ctx, s.st.Bucket, s.copyKey(), minio.PutObjectOptions{
-		ServerSideEncryption: s.st.sse,
-		UserMetadata:         map[string]string{"X-Amz-Checksum-Algorithm": "CRC32C"},
-	})
+	id, err := s.st.b.Begin(ctx, s.copyKey())
 	if err != nil {
-		return s.st.explain(putObject, s.copyKey(), err)
+		return err
 	}
 	s.cur.Multipart = id
 	return s.saveState(ctx)
 }
 
-// sendPart stores the next part and returns how the server calls it. The server checks its CRC-32C.
-func (s *session) sendPart(ctx context.Context, b []byte, crc uint32) (p part, err error) {
+// sendPart stores the next part.
+func (s *session) sendPart(ctx context.Context, b []byte, crc uint32) (bucket.Part, error) {
 	n := len(s.cur.Parts) + 1
-	if n > maxParts {
-		return p, fmt.Errorf("%w: more than %d parts", blobstore.ErrNoSpace, maxParts)
+	if n > bucket.MaxParts {
+		return bucket.Part{}, fmt.Errorf("%w: more than %d parts", blobstore.ErrNoSpace, bucket.MaxParts)
 	}
-	sum := encodeCRC(crc)
-	for tries := 0; ; tries++ {
-		o := minio.PutObjectPartOptions{
-			CustomHeader: http.Header{"X-Amz-Checksum-Crc32c": {sum}}, DisableContentSha256: true,
-		}
-		stored, err := s.st.PutObjectPart(ctx, s.st.Bucket, s.copyKey(), s.cur.Multipart, n, bytes.NewReader(b),
-			int64(len(b)), o)
-		damaged := isBadDigest(err)
-		switch {
-		case err != nil && !damaged:
-			return p, s.st.explain(putObject, s.copyKey(), err)
-		case err == nil && (stored.ChecksumCRC32C == "" || stored.ChecksumCRC32C == sum):
-			return part{stored.ETag, crc}, nil
-		case tries+1 >= attempts && damaged:
-			return p, s.st.explain(putObject, s.copyKey(), err)
-		case tries+1 >= attempts:
-			return p, fmt.Errorf("part %d of %s: %w: CRC-32C %s, sent was %s",
-				n, s.copyKey(), errLie, stored.ChecksumCRC32C, sum)
-		}
-		if err := pause(ctx, tries); err != nil {
-			return p, err
-		}
-	}
-}
-
-// errLie: a server confirms other bytes than it was sent.
-var errLie = fmt.Errorf("%w: the server did not store what was sent", blobstore.ErrUnavailable)
-
-// isBadDigest says whether a server found that bytes were changed on their way.
-func isBadDigest(err error) bool {
-	var e minio.ErrorResponse
-	return errors.As(err, &e) && (e.Code == "BadDigest" || e.Code == "XAmzContentSHA256Mismatch" ||
-		e.Code == "InvalidDigest" || e.Code == "XAmzContentChecksumMismatch")
-}
-
-func encodeCRC(crc uint32) string {
-	return base64.StdEncoding.EncodeToString(binary.BigEndian.AppendUint32(nil, crc))
+	return s.st.b.PutPart(ctx, s.copyKey(), s.cur.Multipart, n, b, crc)
 }
 
 // store makes the bytes of the upload, which hash to want, an object and returns once the server has confirmed them.
@@ -144,78 +94,55 @@ func (s *session) storeSmall(ctx context.Context, want identity.Digest) error {
 	if err := s.st.change(ctx); err != nil {
 		return err
 	}
-	for tries := 0; ; tries++ {
-		u, err := s.st.putBytes(ctx, s.copyKey(), s.buf, want, minio.PutObjectOptions{ServerSideEncryption: s.st.sse})
-		switch {
-		case err != nil && !isBadDigest(err):
-			return err
-		case err == nil && u.ChecksumSHA256 == "":
-			return s.readBack(ctx, want)
-		case err == nil && u.ChecksumSHA256 == base64.StdEncoding.EncodeToString(want[:]):
-			return nil
-		case tries+1 >= attempts && err == nil:
-			return fmt.Errorf("%s: %w", s.copyKey(), errLie)
-		case tries+1 >= attempts:
-			return err
-		}
-		if err := pause(ctx, tries); err != nil {
-			return err
-		}
+	confirmed, err := s.st.b.PutVerified(ctx, s.copyKey(), s.buf, want)
+	if err != nil || confirmed {
+		return err
 	}
+	return s.readBack(ctx, want)
 }
 
 // complete sends the last part and makes an object of all of them.
 func (s *session) complete(ctx context.Context, want identity.Digest) error {
-	parts := s.cur.Parts
+	parts := s.parts()
 	if len(s.buf) > 0 {
-		p, err := s.sendPart(ctx, s.buf, s.crc)
+		last, err := s.sendPart(ctx, s.buf, s.crc)
 		if err != nil {
 			return err
 		}
-		parts = append(parts[:len(parts):len(parts)], p)
+		parts[len(parts)-1] = last
 	}
-	list := make([]minio.CompletePart, len(parts))
-	for i, p := range parts {
-		list[i] = minio.CompletePart{PartNumber: i + 1, ETag: p.ETag, ChecksumCRC32C: encodeCRC(p.CRC)}
-	}
-	u, err := s.st.CompleteMultipartUpload(ctx, s.st.Bucket, s.copyKey(), s.cur.Multipart, list, minio.PutObjectOptions{})
-	if err != nil {
-		return s.st.explain(putObject, s.copyKey(), err)
-	}
-	if u.ChecksumCRC32C == s.checksum() {
-		return nil
+	checksum, err := s.st.b.Complete(ctx, s.copyKey(), s.cur.Multipart, parts)
+	if err != nil || checksum == bucket.Checksum(parts) {
+		return err
 	}
 	return s.confirm(ctx, want)
 }
 
-// checksum is what a server says of an object in parts: the CRC-32C of the parts' CRC-32C, and their number.
-func (s *session) checksum() string {
-	n, sums := len(s.cur.Parts), make([]byte, 0, 4*len(s.cur.Parts)+4)
-	for _, p := range s.cur.Parts {
-		sums = binary.BigEndian.AppendUint32(sums, p.CRC)
-	}
+// parts returns all parts, the last one without its ETag if it is still in buf.
+func (s *session) parts() []bucket.Part {
+	parts := slices.Clone(s.cur.Parts)
 	if len(s.buf) > 0 {
-		sums = binary.BigEndian.AppendUint32(sums, s.crc)
-		n++
+		parts = append(parts, bucket.Part{CRC: s.crc})
 	}
-	return encodeCRC(crc32.Checksum(sums, castagnoli)) + "-" + strconv.Itoa(n)
+	return parts
 }
 
 // confirm checks that the object is there and is what was sent, by the checksum that the server keeps or by reading it.
 func (s *session) confirm(ctx context.Context, want identity.Digest) error {
-	i, err := s.st.head(ctx, s.copyKey())
-	if errors.Is(err, errAbsent) {
-		return errParts
+	e, err := s.st.b.Head(ctx, s.copyKey())
+	if errors.Is(err, bucket.ErrAbsent) {
+		return bucket.ErrParts
 	} else if err != nil {
 		return err
 	}
+	sent := bucket.Checksum(s.parts())
 	switch {
-	case i.Size != s.size.Load():
-		return fmt.Errorf("%w: %s has %d bytes, sent were %d", errParts, s.copyKey(), i.Size, s.size.Load())
-	case i.ChecksumCRC32C == s.checksum():
+	case e.Size != s.size.Load():
+		return fmt.Errorf("%w: %s has %d bytes, sent were %d", bucket.ErrParts, s.copyKey(), e.Size, s.size.Load())
+	case e.CRC32C == sent:
 		return nil
-	case i.ChecksumCRC32C != "":
-		return fmt.Errorf("%w: it keeps CRC-32C %s, sent was %s", errParts, i.ChecksumCRC32C, s.checksum())
+	case e.CRC32C != "":
+		return fmt.Errorf("%w: it keeps CRC-32C %s, sent was %s", bucket.ErrParts, e.CRC32C, sent)
 	}
 	return s.readBack(ctx, want)
 }
@@ -232,7 +159,7 @@ func (s *session) readBack(ctx context.Context, want identity.Digest) error {
 		return err
 	}
 	if got := identity.DigestOf(h); got != want {
-		return fmt.Errorf("%w: %s reads as %s", errParts, s.copyKey(), got)
+		return fmt.Errorf("%w: %s reads as %s", bucket.ErrParts, s.copyKey(), got)
 	}
 	return nil
 }

@@ -13,13 +13,13 @@ import (
 	"strings"
 	"sync"
 
-	"github.com/minio/minio-go/v7"
-
 	"github.com/kiln-registry/kiln-registry/blobstore"
+	"github.com/kiln-registry/kiln-registry/blobstore/s3store/bucket"
 )
 
-// refs/NUMBER are objects numbered from 1 on without a gap, NUMBER in 16 hexadecimal digits. Each is put only where none
-// is, so that of all processes one gets each number, and holds the refs of one Put or of several that waited together:
+// refs/NUMBER are objects numbered from 1 on without a gap, NUMBER in 16 hexadecimal digits. Each is put only where
+// none is, so that of all processes one gets each number, and holds the refs of one Put or of several that waited
+// together:
 //
 //	"KILNREF1" writer:26 crc:4 refs          refs in the form of blobstore.EncodeRefs
 //
@@ -62,7 +62,7 @@ type batch struct {
 }
 
 func (st *Store) refsKey(number uint64) string {
-	return st.key(refsName, fmt.Sprintf("%016x", number))
+	return st.b.Key(refsName, fmt.Sprintf("%016x", number))
 }
 
 // Put implements blobstore.Refs.
@@ -142,7 +142,7 @@ func (st *Store) putObject(ctx context.Context, refs []blobstore.Ref) (number ui
 	for {
 		number = st.log.next
 		err := st.putRefs(ctx, number, writer, payload)
-		if errors.Is(err, errConflict) {
+		if errors.Is(err, bucket.ErrConflict) {
 			// Taken: by this try, of which the answer was lost, or by another one.
 			var found string
 			if found, _, err = st.readRefs(ctx, number); err == nil && found != writer {
@@ -171,17 +171,17 @@ func (st *Store) stillOwner(ctx context.Context) error {
 
 func (st *Store) putRefs(ctx context.Context, number uint64, writer string, payload []byte) error {
 	if !st.conditional {
-		switch _, err := st.head(ctx, st.refsKey(number)); {
+		switch _, err := st.b.Head(ctx, st.refsKey(number)); {
 		case err == nil:
-			return errConflict
-		case !errors.Is(err, errAbsent):
+			return bucket.ErrConflict
+		case !errors.Is(err, bucket.ErrAbsent):
 			return err
 		}
 	}
 	body := append(make([]byte, 0, refsHead+len(payload)), refsMagic...)
 	body = append(body, writer...)
 	body = binary.LittleEndian.AppendUint32(body, refsSum(number, writer, payload))
-	_, err := st.putIf(ctx, st.refsKey(number), append(body, payload...), condition{absent: true})
+	_, err := st.putIf(ctx, st.refsKey(number), append(body, payload...), bucket.Condition{Absent: true})
 	return err
 }
 
@@ -193,14 +193,14 @@ func refsSum(number uint64, writer string, payload []byte) uint32 {
 
 // readRefs returns who put an object, and its refs. blobstore.ErrDamaged if it does not read as it was put.
 func (st *Store) readRefs(ctx context.Context, number uint64) (writer string, refs []blobstore.Ref, err error) {
-	o, err := st.get(ctx, st.refsKey(number), int64(refsHead+2*blobstore.MaxRefsBytes))
-	if errors.Is(err, errAbsent) {
+	o, err := st.b.Get(ctx, st.refsKey(number), int64(refsHead+2*blobstore.MaxRefsBytes))
+	if errors.Is(err, bucket.ErrAbsent) {
 		return "", nil, fmt.Errorf("%w: %s is not there", blobstore.ErrDamaged, st.refsKey(number))
 	} else if err != nil {
 		return "", nil, err
 	}
-	head, ok := bytes.CutPrefix(o.body, []byte(refsMagic))
-	if !ok || len(o.body) < refsHead {
+	head, ok := bytes.CutPrefix(o.Body, []byte(refsMagic))
+	if !ok || len(o.Body) < refsHead {
 		return "", nil, fmt.Errorf("%w: %s is not what this program writes", blobstore.ErrDamaged, st.refsKey(number))
 	}
 	writer, payload := string(head[:writerLen]), head[writerLen+4:]
@@ -247,8 +247,8 @@ func (st *Store) findEnd(ctx context.Context) error {
 }
 
 func (st *Store) hasRefs(ctx context.Context, number uint64) (bool, error) {
-	_, err := st.head(ctx, st.refsKey(number))
-	if errors.Is(err, errAbsent) {
+	_, err := st.b.Head(ctx, st.refsKey(number))
+	if errors.Is(err, bucket.ErrAbsent) {
 		return false, nil
 	}
 	return err == nil, err
@@ -275,12 +275,12 @@ func (st *Store) since(
 	first, skip := splitPosition(after)
 	ahead := ahead{st: st, skip: skip, first: first, yield: yield}
 	// The listing begins one object earlier, which must be there.
-	prefix, start := st.key(refsName)+"/", ""
+	prefix, start := st.b.Key(refsName)+"/", ""
 	expect := uint64(1)
 	if first > 2 {
 		expect, start = first-1, st.refsKey(first-2)
 	}
-	for o, err := range st.list(ctx, prefix, start, 0) {
+	for o, err := range st.b.List(ctx, prefix, start, 0) {
 		if err != nil {
 			return err
 		}
@@ -318,7 +318,7 @@ type ahead struct {
 	bytes   int64
 }
 
-func (a *ahead) add(ctx context.Context, number uint64, o minio.ObjectInfo) (more bool, err error) {
+func (a *ahead) add(ctx context.Context, number uint64, o bucket.Entry) (more bool, err error) {
 	more = true
 	if len(a.numbers) == aheadObjects || a.bytes+o.Size > aheadBytes {
 		more, err = a.flush(ctx)

@@ -14,6 +14,7 @@ import (
 	"sync/atomic"
 
 	"github.com/kiln-registry/kiln-registry/blobstore"
+	"github.com/kiln-registry/kiln-registry/blobstore/s3store/bucket"
 	"github.com/kiln-registry/kiln-registry/identity"
 )
 
@@ -28,26 +29,21 @@ const saveEvery = 64 << 20
 
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
-// state is what uploads/ID says of an upload: where it is, and all that going on with it takes. The bytes that it covers
-// are stored before it is.
+// state is what uploads/ID says of an upload: where it is, and all that going on with it takes. The bytes that it
+// covers are stored before it is.
 type state struct {
 	Hint      identity.Digest `json:"hint,omitzero"`      // what Create was told
 	Announced int64           `json:"announced"`          // bytes to come in all; negative when not known
 	Target    identity.Digest `json:"target,omitzero"`    // under which the copy is shown in the end; zero: not known yet
 	Unnamed   bool            `json:"unnamed,omitempty"`  // the copy's bytes are at unnamed/ID
 	Multipart string          `json:"multipart,omitzero"` // the server's name of the multipart upload; empty: not begun
-	Parts     []part          `json:"parts,omitempty"`
+	Parts     []bucket.Part   `json:"parts,omitempty"`
 	Parted    int64           `json:"parted"`          // bytes in parts
 	Tails     []tail          `json:"tails,omitempty"` // the bytes after the last part
 	Size      int64           `json:"size"`            // bytes in parts and tails
 	Hash      []byte          `json:"hash"`            // saved state of identity.NewHash over them
 	Ended     bool            `json:"ended,omitempty"` // what is left of the upload is only to be removed
 	Writer    string          `json:"writer"`          // the session that saved it
-}
-
-type part struct {
-	ETag string `json:"etag"`
-	CRC  uint32 `json:"crc32c"`
 }
 
 // tail is an object that holds bytes after the last part.
@@ -77,7 +73,7 @@ type session struct {
 	failed  error      // why a part could not be sent
 }
 
-func (st *Store) stateKey(id string) string { return st.key(uploadsName, id) }
+func (st *Store) stateKey(id string) string { return st.b.Key(uploadsName, id) }
 
 // validID says whether id can be one of ours. It is what keeps a request from naming other keys.
 func validID(id string) bool {
@@ -91,17 +87,17 @@ func (st *Store) loadState(ctx context.Context, id string) (s state, err error) 
 	return s, err
 }
 
-func (st *Store) readState(ctx context.Context, id string) (s state, o object, err error) {
+func (st *Store) readState(ctx context.Context, id string) (s state, o bucket.Object, err error) {
 	if !validID(id) {
 		return s, o, blobstore.ErrUploadUnknown
 	}
-	o, err = st.get(ctx, st.stateKey(id), smallObject)
-	if errors.Is(err, errAbsent) {
+	o, err = st.b.Get(ctx, st.stateKey(id), smallObject)
+	if errors.Is(err, bucket.ErrAbsent) {
 		return s, o, blobstore.ErrUploadUnknown
 	} else if err != nil {
 		return s, o, err
 	}
-	d := json.NewDecoder(bytes.NewReader(o.body))
+	d := json.NewDecoder(bytes.NewReader(o.Body))
 	d.DisallowUnknownFields()
 	if err := d.Decode(&s); err != nil || !s.sound() {
 		return s, o, fmt.Errorf("%w: state of upload %s is not what this program writes", blobstore.ErrDamaged, id)
@@ -167,7 +163,7 @@ func (s *session) load(ctx context.Context, tails bool) error {
 	if err != nil {
 		return err
 	}
-	s.cur, s.saved, s.etag, s.n = found, found.clone(), o.etag, len(found.Parts)
+	s.cur, s.saved, s.etag, s.n = found, found.clone(), o.ETag, len(found.Parts)
 	s.size.Store(found.Size)
 	if err := s.hash.UnmarshalBinary(found.Hash); err != nil {
 		return fmt.Errorf("%w: saved hash state of upload %s: %w", blobstore.ErrDamaged, s.id, err)
@@ -176,19 +172,19 @@ func (s *session) load(ctx context.Context, tails bool) error {
 		return nil
 	}
 	for _, t := range found.Tails {
-		o, err := s.st.get(ctx, s.tailKey(t.Name), t.Size)
-		if errors.Is(err, errAbsent) || err == nil && int64(len(o.body)) != t.Size {
+		o, err := s.st.b.Get(ctx, s.tailKey(t.Name), t.Size)
+		if errors.Is(err, bucket.ErrAbsent) || err == nil && int64(len(o.Body)) != t.Size {
 			return fmt.Errorf("%w: the last bytes of upload %s are not there", blobstore.ErrDamaged, s.id)
 		} else if err != nil {
 			return err
 		}
-		s.buf = append(s.buf, o.body...)
+		s.buf = append(s.buf, o.Body...)
 	}
 	s.crc = crc32.Checksum(s.buf, castagnoli)
 	return nil
 }
 
-func (s *session) tailKey(name string) string { return s.st.key(tailsName, s.id, name) }
+func (s *session) tailKey(name string) string { return s.st.b.Key(tailsName, s.id, name) }
 
 func (s *state) clone() state {
 	c := *s
@@ -334,8 +330,8 @@ func (s *session) wait() {
 	}
 }
 
-// save makes durable what was received, as far as parts could be sent: the bytes after the last part as a tail, and then
-// the state. On return size is what is durable.
+// save makes durable what was received, as far as parts could be sent: the bytes after the last part as a tail, and
+// then the state. On return size is what is durable.
 func (s *session) save(ctx context.Context) error {
 	ctx = context.WithoutCancel(ctx) // what was received is kept also for a client that is gone
 	s.wait()
@@ -368,7 +364,7 @@ func (s *session) saveTail(ctx context.Context) error {
 	if err := s.st.change(ctx); err != nil {
 		return err
 	}
-	if _, err := s.st.put(ctx, s.tailKey(t.Name), s.buf[held:], condition{}); err != nil {
+	if _, err := s.st.b.Put(ctx, s.tailKey(t.Name), s.buf[held:], bucket.Condition{}); err != nil {
 		return err
 	}
 	s.cur.Tails, s.cur.Size, s.cur.Hash = append(s.cur.Tails, t), s.size.Load(), h
@@ -389,12 +385,12 @@ func (s *session) saveState(ctx context.Context) error {
 		return err
 	}
 	for tries := 0; ; tries++ {
-		etag, err := s.st.putIf(ctx, s.st.stateKey(s.id), body, condition{absent: s.etag == "", etag: s.etag})
+		etag, err := s.st.putIf(ctx, s.st.stateKey(s.id), body, bucket.Condition{Absent: s.etag == "", ETag: s.etag})
 		if err == nil {
 			s.etag, s.saved = etag, s.cur.clone()
 			return nil
 		}
-		if !errors.Is(err, errConflict) && !errors.Is(err, errAbsent) || tries > 1 {
+		if !errors.Is(err, bucket.ErrConflict) && !errors.Is(err, bucket.ErrAbsent) || tries > 1 {
 			return err
 		}
 		// It may be this session's own, from a try of which the answer was lost.
@@ -405,7 +401,7 @@ func (s *session) saveState(ctx context.Context) error {
 		if found.Writer != s.name {
 			return blobstore.ErrUploadBusy
 		}
-		s.etag = o.etag
+		s.etag = o.ETag
 	}
 }
 
@@ -423,7 +419,7 @@ func (s *session) drop(ctx context.Context) error {
 		return err
 	}
 	if s.cur.Multipart != "" {
-		if err := s.st.abortMultipart(ctx, s.copyKey(), s.cur.Multipart); err != nil {
+		if err := s.st.b.Abort(ctx, s.copyKey(), s.cur.Multipart); err != nil {
 			return err
 		}
 	}
@@ -446,13 +442,13 @@ func (s *session) end(ctx context.Context) error {
 // dropCopy removes the bytes that were stored for the upload unless they are shown.
 func (s *session) dropCopy(ctx context.Context) error {
 	if s.cur.Unnamed && s.cur.Target.IsZero() {
-		return s.st.remove(ctx, s.copyKey())
+		return s.st.b.Remove(ctx, s.copyKey())
 	} else if s.cur.Target.IsZero() {
 		return nil
 	}
 	l, _, err := s.st.readLive(ctx, s.cur.Target)
 	switch {
-	case err != nil && !errors.Is(err, errAbsent):
+	case err != nil && !errors.Is(err, bucket.ErrAbsent):
 		return err
 	case l.Copy == s.copyName():
 		return nil
@@ -473,11 +469,11 @@ func (s *session) clear(ctx context.Context) error {
 		}
 	}
 	for _, t := range tails {
-		if err := s.st.remove(ctx, s.tailKey(t.Name)); err != nil {
+		if err := s.st.b.Remove(ctx, s.tailKey(t.Name)); err != nil {
 			return err
 		}
 	}
-	return s.st.remove(ctx, s.st.stateKey(s.id))
+	return s.st.b.Remove(ctx, s.st.stateKey(s.id))
 }
 
 // copyName is the name of the copy that the upload makes.

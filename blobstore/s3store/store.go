@@ -25,9 +25,8 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/minio/minio-go/v7"
-
 	"github.com/kiln-registry/kiln-registry/blobstore"
+	"github.com/kiln-registry/kiln-registry/blobstore/s3store/bucket"
 )
 
 const markerName = "store.json"
@@ -59,10 +58,10 @@ type Options struct {
 
 // Store is a store in a bucket. It implements blobstore.Store, Uploads and Refs.
 type Store struct {
-	*conn
+	b           *bucket.Bucket
 	id          string
 	notify      func(string)
-	conditional bool // the server has conditional writes
+	conditional bool // the server has bucket.Conditional writes
 	owner       *owner
 	closed      atomic.Bool
 	pieces      sync.Pool // *[pieceSize]byte
@@ -73,7 +72,7 @@ type Store struct {
 	mu     sync.Mutex // guards active
 	active map[string]*session
 
-	serial sync.Mutex // held around changes that a server with conditional writes would order
+	serial sync.Mutex // held around changes that a server with bucket.Conditional writes would order
 	log    refLog
 }
 
@@ -89,27 +88,33 @@ type marker struct {
 	ID      string `json:"id"`
 }
 
-// Init makes the place, which must be empty, a store. It is durable on return. It does nothing if it is a store already,
-// and returns blobstore.ErrNotStore if it holds anything else. It does not make the bucket.
+// Config says where a store is and how to reach it.
+type Config = bucket.Config
+
+// Parse reads the URL of a store, s3://bucket/prefix?endpoint=https://host:port, see bucket.Parse.
+func Parse(url string) (Config, error) { return bucket.Parse(url) }
+
+// Init makes the place, which must be empty, a store. It is durable on return. It does nothing if it is a store
+// already, and returns blobstore.ErrNotStore if it holds anything else. It does not make the bucket.
 func Init(ctx context.Context, c Config) error {
-	s, err := dial(c, nil, 0)
+	b, err := bucket.Dial(c, nil, 0)
 	if err != nil {
 		return err
 	}
-	_, _, err = s.marker(ctx)
-	if !errors.Is(err, blobstore.ErrNotStore) {
+	defer b.CloseIdle()
+	if _, _, err = readMarker(ctx, b); !errors.Is(err, blobstore.ErrNotStore) {
 		return err
 	}
-	if err := s.empty(ctx); err != nil {
+	if err := checkEmpty(ctx, b); err != nil {
 		return err
 	}
-	b, err := json.Marshal(marker{formatName, formatVersion, rand.Text()})
+	m, err := json.Marshal(marker{formatName, formatVersion, rand.Text()})
 	if err != nil {
 		return err
 	}
-	_, err = s.put(ctx, s.key(markerName), append(b, '\n'), condition{absent: true})
-	if errors.Is(err, errConflict) {
-		_, _, err = s.marker(ctx)
+	_, err = b.Put(ctx, b.Key(markerName), append(m, '\n'), bucket.Condition{Absent: true})
+	if errors.Is(err, bucket.ErrConflict) {
+		_, _, err = readMarker(ctx, b)
 	}
 	if err != nil {
 		return fmt.Errorf("make store %s: %w", c, err)
@@ -117,35 +122,36 @@ func Init(ctx context.Context, c Config) error {
 	return nil
 }
 
-func (c *conn) empty(ctx context.Context) error {
-	prefix := c.Prefix
+func checkEmpty(ctx context.Context, b *bucket.Bucket) error {
+	prefix := b.Prefix
 	if prefix != "" {
 		prefix += "/"
 	}
-	for o, err := range c.list(ctx, prefix, "", 1) {
+	for o, err := range b.List(ctx, prefix, "", 1) {
 		if err != nil {
 			return fmt.Errorf("make store: %w", err)
 		}
-		return fmt.Errorf("%s: %w: it has no %s, but %s and perhaps more", c, blobstore.ErrNotStore, markerName, o.Key)
+		return fmt.Errorf("%s: %w: it has no %s, but %s and perhaps more",
+			b.Config, blobstore.ErrNotStore, markerName, o.Key)
 	}
 	return nil
 }
 
-// marker reads store.json.
-func (c *conn) marker(ctx context.Context) (m marker, o object, err error) {
-	o, err = c.get(ctx, c.key(markerName), smallObject)
+// readMarker reads store.json.
+func readMarker(ctx context.Context, b *bucket.Bucket) (m marker, o bucket.Object, err error) {
+	o, err = b.Get(ctx, b.Key(markerName), smallObject)
 	switch {
-	case errors.Is(err, errAbsent):
-		return m, o, fmt.Errorf("%s: %w: it has no %s", c, blobstore.ErrNotStore, markerName)
+	case errors.Is(err, bucket.ErrAbsent):
+		return m, o, fmt.Errorf("%s: %w: it has no %s", b.Config, blobstore.ErrNotStore, markerName)
 	case err != nil:
 		return m, o, err
 	}
-	if err := json.Unmarshal(o.body, &m); err != nil || m.Format != formatName || m.Version < 1 || m.ID == "" {
-		return m, o, fmt.Errorf("%s: %w: %s is not what this program writes", c, blobstore.ErrDamaged, markerName)
+	if err := json.Unmarshal(o.Body, &m); err != nil || m.Format != formatName || m.Version < 1 || m.ID == "" {
+		return m, o, fmt.Errorf("%s: %w: %s is not what this program writes", b.Config, blobstore.ErrDamaged, markerName)
 	}
 	if m.Version > formatVersion {
 		return m, o, fmt.Errorf("%s is a store of format %d: this program knows formats up to %d",
-			c, m.Version, formatVersion)
+			b.Config, m.Version, formatVersion)
 	}
 	return m, o, nil
 }
@@ -153,11 +159,11 @@ func (c *conn) marker(ctx context.Context) (m marker, o object, err error) {
 // Open opens a store. The error is blobstore.ErrNotStore if there is none, blobstore.ErrInUse if another process owns
 // it, and blobstore.ErrUnavailable if the server can't be reached.
 func Open(ctx context.Context, c Config, o Options) (*Store, error) {
-	s, err := dial(c, o.Transport, o.Tries)
+	b, err := bucket.Dial(c, o.Transport, o.Tries)
 	if err != nil {
 		return nil, err
 	}
-	st := &Store{conn: s, notify: o.Notify, active: map[string]*session{}, partMin: partMin, saveEvery: saveEvery}
+	st := &Store{b: b, notify: o.Notify, active: map[string]*session{}, partMin: partMin, saveEvery: saveEvery}
 	if st.notify == nil {
 		st.notify = func(string) {}
 	}
@@ -170,17 +176,17 @@ func Open(ctx context.Context, c Config, o Options) (*Store, error) {
 }
 
 func (st *Store) open(ctx context.Context, o Options) error {
-	m, object, err := st.marker(ctx)
+	m, found, err := readMarker(ctx, st.b)
 	if err != nil {
 		return err
 	}
 	st.id = m.ID
-	if st.conditional, err = st.probe(ctx, object); err != nil {
+	if st.conditional, err = st.probe(ctx, found); err != nil {
 		return err
 	}
 	if !st.conditional {
 		st.notify(fmt.Sprintf("%s has no conditional writes: nothing keeps two registries from writing to %s at a time",
-			st.Endpoint, st))
+			st.b.Endpoint, st.b.Config))
 	}
 	if !o.Exclusive {
 		return nil
@@ -197,13 +203,12 @@ func (st *Store) open(ctx context.Context, o Options) error {
 
 // probe says whether the server honours conditions, by putting store.json under two that don't hold. If it doesn't, the
 // same bytes are there again.
-func (st *Store) probe(ctx context.Context, m object) (bool, error) {
-	for _, only := range []condition{{absent: true}, {etag: "0123456789abcdef0123456789abcdef"}} {
-		_, err := st.put(ctx, st.key(markerName), m.body, only)
-		var e minio.ErrorResponse
+func (st *Store) probe(ctx context.Context, m bucket.Object) (bool, error) {
+	for _, only := range []bucket.Condition{{Absent: true}, {ETag: "0123456789abcdef0123456789abcdef"}} {
+		_, err := st.b.Put(ctx, st.b.Key(markerName), m.Body, only)
 		switch {
-		case errors.Is(err, errConflict):
-		case err == nil, errors.As(err, &e) && e.Code == "NotImplemented":
+		case errors.Is(err, bucket.ErrConflict):
+		case err == nil, errors.Is(err, errors.ErrUnsupported):
 			return false, nil
 		default:
 			return false, err
@@ -220,7 +225,7 @@ func (st *Store) Close() error {
 	if st.closed.Swap(true) {
 		return nil
 	}
-	st.idle()
+	st.b.CloseIdle()
 	if st.owner == nil {
 		return nil
 	}

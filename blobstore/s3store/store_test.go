@@ -116,12 +116,12 @@ func (m *medium) Check(t testing.TB) {
 			t.Fatal(err)
 		}
 		shown[i.Generation] = true
-		if o, err := st.head(ctx, st.bytesKey(i.Digest, i.Generation)); err != nil || o.Size != i.Size {
+		if o, err := st.b.Head(ctx, st.bytesKey(i.Digest, i.Generation)); err != nil || o.Size != i.Size {
 			t.Errorf("blob %s: its bytes: %v, %v", i.Digest, o.Size, err)
 		}
 	}
-	prefix := st.key("")
-	for o, err := range st.list(ctx, prefix, "", 0) {
+	prefix := st.b.Key("")
+	for o, err := range st.b.List(ctx, prefix, "", 0) {
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -136,13 +136,12 @@ func (m *medium) Check(t testing.TB) {
 			t.Errorf("%s is left behind", o.Key)
 		}
 	}
-	page, err := st.ListMultipartUploads(ctx, st.Bucket, prefix, "", "", "", 1000)
-	if err != nil {
-		t.Fatal(err)
-	}
-	for _, u := range page.Uploads {
-		if open[keyCopy(u.Key)].Multipart != u.UploadID {
-			t.Errorf("multipart upload of %s is left behind", u.Key)
+	for m, err := range st.b.Multiparts(ctx, prefix) {
+		if err != nil {
+			t.Fatal(err)
+		}
+		if open[keyCopy(m.Key)].Multipart != m.ID {
+			t.Errorf("multipart upload of %s is left behind", m.Key)
 		}
 	}
 }

@@ -7,15 +7,13 @@ import (
 	"strings"
 	"time"
 
-	"github.com/minio/minio-go/v7"
-
 	"github.com/kiln-registry/kiln-registry/blobstore"
+	"github.com/kiln-registry/kiln-registry/blobstore/s3store/bucket"
 )
 
 // Sweep implements blobstore.Sweeper. What it removes was left by a process that was killed, or could not reach the
-// server any more: uploads that ended by half, multipart uploads and tails that no open upload knows of, and copies that
-// were hidden or never shown.
-// It lists the whole store.
+// server any more: uploads that ended by half, multipart uploads and tails that no open upload knows of, and copies
+// that were hidden or never shown. It lists the whole store.
 func (st *Store) Sweep(ctx context.Context, before time.Time) (removed int, err error) {
 	for _, sweep := range []func(context.Context, time.Time) (int, error){
 		st.sweepUploads, st.sweepMultiparts, st.sweepCopies, st.sweepTails,
@@ -23,21 +21,21 @@ func (st *Store) Sweep(ctx context.Context, before time.Time) (removed int, err 
 		n, err := sweep(ctx, before)
 		removed += n
 		if err != nil {
-			return removed, fmt.Errorf("sweep %s: %w", st, err)
+			return removed, fmt.Errorf("sweep %s: %w", st.b.Config, err)
 		}
 	}
 	return removed, nil
 }
 
 func (st *Store) sweepUploads(ctx context.Context, before time.Time) (removed int, err error) {
-	prefix := st.key(uploadsName) + "/"
-	for o, err := range st.list(ctx, prefix, "", 0) {
+	prefix := st.b.Key(uploadsName) + "/"
+	for o, err := range st.b.List(ctx, prefix, "", 0) {
 		if err != nil {
 			return removed, err
 		}
 		id := strings.TrimPrefix(o.Key, prefix)
 		s, known, err := st.knows(ctx, id)
-		if err == nil && known && s.Ended && o.LastModified.Before(before) {
+		if err == nil && known && s.Ended && o.Modified.Before(before) {
 			removed++
 			_, err = st.begin(ctx, id, false) // which removes what is left
 		}
@@ -49,28 +47,22 @@ func (st *Store) sweepUploads(ctx context.Context, before time.Time) (removed in
 }
 
 func (st *Store) sweepMultiparts(ctx context.Context, before time.Time) (removed int, err error) {
-	for _, prefix := range []string{st.key(blobsName) + "/", st.key(unnamedName) + "/"} {
-		key, id := "", ""
-		for more := true; more; {
-			page, err := st.ListMultipartUploads(ctx, st.Bucket, prefix, key, id, "", 1000)
+	for _, prefix := range []string{st.b.Key(blobsName) + "/", st.b.Key(unnamedName) + "/"} {
+		for m, err := range st.b.Multiparts(ctx, prefix) {
 			if err != nil {
-				return removed, st.explain(listUploads, prefix, err)
+				return removed, err
 			}
-			for _, u := range page.Uploads {
-				if !u.Initiated.Before(before) {
-					continue
-				}
-				s, known, err := st.knows(ctx, keyCopy(u.Key))
-				if err == nil && (!known || s.Multipart != u.UploadID) {
-					removed++
-					err = st.abortMultipart(ctx, u.Key, u.UploadID)
-				}
-				if err != nil {
-					return removed, err
-				}
+			if !m.Initiated.Before(before) {
+				continue
 			}
-			key, id = page.NextKeyMarker, page.NextUploadIDMarker
-			more = page.IsTruncated && len(page.Uploads) > 0
+			s, known, err := st.knows(ctx, keyCopy(m.Key))
+			if err == nil && (!known || s.Multipart != m.ID) {
+				removed++
+				err = st.b.Abort(ctx, m.Key, m.ID)
+			}
+			if err != nil {
+				return removed, err
+			}
 		}
 	}
 	return removed, nil
@@ -94,7 +86,7 @@ func (st *Store) sweepCopies(ctx context.Context, before time.Time) (removed int
 			return true, nil
 		}
 		for _, o := range g.copies {
-			if !o.LastModified.Before(before) {
+			if !o.Modified.Before(before) {
 				continue
 			}
 			gone, err := st.sweepCopy(ctx, g, keyCopy(o.Key))
@@ -117,7 +109,7 @@ func (st *Store) sweepCopy(ctx context.Context, g group, name string) (removed b
 	// Its upload has ended: if it was to be shown, the marker says so by now.
 	l, _, err := st.readLive(ctx, g.digest)
 	switch {
-	case err != nil && !errors.Is(err, errAbsent):
+	case err != nil && !errors.Is(err, bucket.ErrAbsent):
 		return false, err
 	case l.Copy == name:
 		return false, nil
@@ -129,13 +121,13 @@ func (st *Store) sweepCopy(ctx context.Context, g group, name string) (removed b
 }
 
 func (st *Store) sweepTails(ctx context.Context, before time.Time) (removed int, err error) {
-	prefix := st.key(tailsName) + "/"
-	for o, err := range st.list(ctx, prefix, "", 0) {
+	prefix := st.b.Key(tailsName) + "/"
+	for o, err := range st.b.List(ctx, prefix, "", 0) {
 		if err != nil {
 			return removed, err
 		}
 		id, name, _ := strings.Cut(strings.TrimPrefix(o.Key, prefix), "/")
-		if !validID(id) || !o.LastModified.Before(before) {
+		if !validID(id) || !o.Modified.Before(before) {
 			continue
 		}
 		gone, err := st.sweepTail(ctx, o, id, name)
@@ -149,7 +141,7 @@ func (st *Store) sweepTails(ctx context.Context, before time.Time) (removed int,
 	return removed, nil
 }
 
-func (st *Store) sweepTail(ctx context.Context, o minio.ObjectInfo, id, name string) (removed bool, err error) {
+func (st *Store) sweepTail(ctx context.Context, o bucket.Entry, id, name string) (removed bool, err error) {
 	s, known, err := st.knows(ctx, id)
 	if err != nil {
 		return false, err
@@ -162,5 +154,5 @@ func (st *Store) sweepTail(ctx context.Context, o minio.ObjectInfo, id, name str
 	if err := st.change(ctx); err != nil {
 		return false, err
 	}
-	return true, st.remove(ctx, o.Key)
+	return true, st.b.Remove(ctx, o.Key)
 }

@@ -11,10 +11,11 @@ import (
 	"sync/atomic"
 
 	"github.com/kiln-registry/kiln-registry/blobstore"
+	"github.com/kiln-registry/kiln-registry/blobstore/s3store/bucket"
 	"github.com/kiln-registry/kiln-registry/identity"
 )
 
-// Create implements blobstore.Store. An announced size that no object can have is ErrNoSpace.
+// Create implements blobstore.Store. An announced size that no bucket.Object can have is ErrNoSpace.
 func (st *Store) Create(ctx context.Context, hint identity.Digest, size int64) (blobstore.Upload, error) {
 	u, err := st.create(ctx, hint, size)
 	if err != nil {
@@ -24,8 +25,8 @@ func (st *Store) Create(ctx context.Context, hint identity.Digest, size int64) (
 }
 
 func (st *Store) create(ctx context.Context, hint identity.Digest, size int64) (*upload, error) {
-	if size > maxObject {
-		return nil, fmt.Errorf("%w: %d bytes to come, an object has at most %d", blobstore.ErrNoSpace, size, int64(maxObject))
+	if size > bucket.MaxObject {
+		return nil, fmt.Errorf("%w: %d bytes to come, an object has at most %d", blobstore.ErrNoSpace, size, int64(bucket.MaxObject))
 	}
 	s := &session{st: st, id: rand.Text(), name: rand.Text(), hash: identity.NewHash()}
 	h, err := s.hash.MarshalBinary()
@@ -60,9 +61,9 @@ func (st *Store) Resume(ctx context.Context, id string) (blobstore.Upload, error
 // Uploads implements blobstore.Uploads.
 func (st *Store) Uploads(ctx context.Context) iter.Seq2[blobstore.UploadInfo, error] {
 	return func(yield func(blobstore.UploadInfo, error) bool) {
-		prefix := st.key(uploadsName) + "/"
-		for o, err := range st.list(ctx, prefix, "", 0) {
-			i := blobstore.UploadInfo{ID: strings.TrimPrefix(o.Key, prefix), Touched: o.LastModified}
+		prefix := st.b.Key(uploadsName) + "/"
+		for o, err := range st.b.List(ctx, prefix, "", 0) {
+			i := blobstore.UploadInfo{ID: strings.TrimPrefix(o.Key, prefix), Touched: o.Modified}
 			var s state
 			if err == nil {
 				s, err = st.loadState(ctx, i.ID)
@@ -104,8 +105,8 @@ func (u *upload) Size() int64 {
 	return u.size.Load()
 }
 
-// Append implements blobstore.Upload. It gives up when ctx ends, between two reads of r, and keeps what it has. It holds
-// two parts in memory at most.
+// Append implements blobstore.Upload. It gives up when ctx ends, between two reads of r, and keeps what it has. It
+// holds two parts in memory at most.
 func (u *upload) Append(ctx context.Context, off int64, r io.Reader) (int64, error) {
 	kept, err := u.append(ctx, off, r)
 	if err != nil {
@@ -145,7 +146,7 @@ func (u *upload) end(s *session) {
 
 // lost drops an upload whose parts the server no longer has, as a rule of the bucket may have it.
 func (u *upload) lost(ctx context.Context, s *session, err error) error {
-	if !errors.Is(err, errNoUpload) && !errors.Is(err, errParts) {
+	if !errors.Is(err, bucket.ErrNoUpload) && !errors.Is(err, bucket.ErrParts) {
 		return err
 	}
 	return fmt.Errorf("%w: dropped: %w", blobstore.ErrUploadUnknown, errors.Join(err, s.drop(ctx)))
@@ -216,7 +217,7 @@ func (s *session) publish(ctx context.Context, want identity.Digest) (i blobstor
 		return i, err
 	}
 	if s.cur.Unnamed {
-		if _, err := s.st.put(ctx, s.st.blobKey(want, s.copyName()), nil, condition{}); err != nil {
+		if _, err := s.st.b.Put(ctx, s.st.blobKey(want, s.copyName()), nil, bucket.Condition{}); err != nil {
 			return i, err
 		}
 	}

@@ -1,4 +1,7 @@
-package s3store
+// Package bucket makes requests to one bucket of an S3-compatible object store: it finds credentials, tries again what
+// may pass, has the server check what it stores, and says in words what is wrong. It knows nothing of what is kept
+// there.
+package bucket
 
 import (
 	"fmt"
@@ -12,8 +15,8 @@ import (
 	"github.com/minio/minio-go/v7/pkg/s3utils"
 )
 
-// Config says where a store is and how to reach it. It holds no credentials: those come from the environment, the AWS
-// credentials file, web identity, or the role of the container or the machine, in this order.
+// Config says where objects are and how to reach them. It holds no credentials: those come from the environment, the
+// AWS credentials file, web identity, or the role of the container or the machine, in this order.
 type Config struct {
 	Bucket   string
 	Prefix   string // keys begin with it and a slash; empty for the whole bucket
@@ -126,7 +129,7 @@ func redact(raw string) string {
 	return before
 }
 
-// String names the store: s3://bucket/prefix.
+// String is s3://bucket/prefix.
 func (c Config) String() string {
 	return strings.TrimSuffix("s3://"+c.Bucket+"/"+c.Prefix, "/")
 }

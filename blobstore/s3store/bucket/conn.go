@@ -1,7 +1,6 @@
-package s3store
+package bucket
 
 import (
-	"cmp"
 	"context"
 	"crypto/tls"
 	"crypto/x509"
@@ -16,40 +15,38 @@ import (
 
 	"github.com/minio/minio-go/v7"
 	"github.com/minio/minio-go/v7/pkg/credentials"
-
-	"github.com/kiln-registry/kiln-registry/blobstore"
 )
 
 const (
 	// stallLimit is how long a request may make no progress in either direction before it is tried again.
 	stallLimit = 30 * time.Second
-	// attempts is how often a request is made, with growing random pauses of up to a second, if the server can't be
+	// Attempts is how often a request is made, with growing random pauses of up to a second, if the server can't be
 	// reached, is overloaded (429, 503 SlowDown) or fails (5xx).
-	attempts = 8
+	Attempts = 8
 	// socketBuffer is the size of a connection's buffers. Larger reads and writes go past them.
 	socketBuffer = 256 << 10
 )
 
-// conn makes requests to one bucket.
-type conn struct {
-	minio.Core
+// Bucket makes requests to one bucket. It is safe for concurrent use.
+type Bucket struct {
 	Config
+	core minio.Core
 	skew *atomic.Int64 // nanoseconds that the server's clock was ahead of ours in its last refusal
 	idle func()        // closes connections that nothing goes over
 }
 
-// dial returns a connection, which makes no request yet. wrap, if set, stands between the client and the network; tries
-// of zero means the usual number.
-func dial(c Config, wrap func(http.RoundTripper) http.RoundTripper, tries int) (*conn, error) {
+// Dial returns a Bucket, and makes no request yet. wrap, if set, stands between the client and the network; tries of
+// zero means Attempts.
+func Dial(c Config, wrap func(http.RoundTripper) http.RoundTripper, tries int) (*Bucket, error) {
 	if tries == 0 {
-		tries = attempts
+		tries = Attempts
 	}
 	transport, err := newTransport(c)
 	if err != nil {
 		return nil, err
 	}
-	s := &conn{Config: c, skew: new(atomic.Int64), idle: transport.CloseIdleConnections}
-	var rt http.RoundTripper = clockWatch{transport, s.skew}
+	b := &Bucket{Config: c, skew: new(atomic.Int64), idle: transport.CloseIdleConnections}
+	var rt http.RoundTripper = clockWatch{transport, b.skew}
 	if wrap != nil {
 		rt = wrap(rt)
 	}
@@ -64,9 +61,12 @@ func dial(c Config, wrap func(http.RoundTripper) http.RoundTripper, tries int) (
 	if err != nil {
 		return nil, fmt.Errorf("%s: %w", c, err)
 	}
-	s.Core = *core
-	return s, nil
+	b.core = *core
+	return b, nil
 }
+
+// CloseIdle closes connections that nothing goes over.
+func (b *Bucket) CloseIdle() { b.idle() }
 
 func newTransport(c Config) (*http.Transport, error) {
 	roots, err := x509.SystemCertPool()
@@ -177,92 +177,8 @@ func (p *providers) RetrieveWithCredContext(cc *credentials.CredContext) (creden
 // IsExpired implements credentials.Provider.
 func (p *providers) IsExpired() bool { return p.current == nil || p.current.IsExpired() }
 
-// What a server answers and callers of conn act upon.
-var (
-	errAbsent   = errors.New("no such object")
-	errNoUpload = errors.New("no such multipart upload")
-	errConflict = errors.New("the object was changed meanwhile")
-	errParts    = errors.New("the server no longer has the parts as they were sent")
-)
-
-// action is what a request does, in the words of a bucket's policy.
-type action string
-
-const (
-	getObject   action = "s3:GetObject"
-	putObject   action = "s3:PutObject"
-	delObject   action = "s3:DeleteObject"
-	listBucket  action = "s3:ListBucket"
-	abortUpload action = "s3:AbortMultipartUpload"
-	listUploads action = "s3:ListBucketMultipartUploads"
-)
-
-// explain makes the error of a request to key one that says what to do, or one to act upon.
-func (c *conn) explain(a action, key string, err error) error {
-	if err == nil || errors.Is(err, context.Canceled) || errors.Is(err, context.DeadlineExceeded) {
-		return err
-	}
-	if errors.Is(err, errNoCredentials) {
-		return fmt.Errorf("%s: %w", c, err)
-	}
-	var e minio.ErrorResponse
-	if !errors.As(err, &e) {
-		return fmt.Errorf("%w: %s at %s: %w", blobstore.ErrUnavailable, c, c.Endpoint, err)
-	}
-	switch e.Code {
-	case "NoSuchKey":
-		return fmt.Errorf("%s: %w", key, errAbsent)
-	case "NoSuchUpload":
-		return fmt.Errorf("%s: %w", key, errNoUpload)
-	case "PreconditionFailed", "ConditionalRequestConflict", "OperationAborted":
-		return fmt.Errorf("%s: %w", key, errConflict)
-	case "InvalidPart", "InvalidPartOrder", "EntityTooSmall":
-		return fmt.Errorf("%s: %w: %s", key, errParts, e.Message)
-	case "InsufficientStorage", "QuotaExceeded", "XMinioStorageFull", "XMinioAdminBucketQuotaExceeded":
-		return fmt.Errorf("%w: %s: %s", blobstore.ErrNoSpace, c, e.Message)
-	}
-	if refused := c.refused(a, key, e); refused != nil {
-		return refused
-	}
-	switch {
-	case e.StatusCode == http.StatusNotFound:
-		return fmt.Errorf("%s: %w", key, errAbsent)
-	case e.StatusCode == http.StatusPreconditionFailed || e.StatusCode == http.StatusConflict:
-		return fmt.Errorf("%s: %w", key, errConflict)
-	case e.StatusCode >= 500 || e.StatusCode == http.StatusTooManyRequests:
-		return fmt.Errorf("%w: %s at %s: %d %s: %s",
-			blobstore.ErrUnavailable, a, c.Endpoint, e.StatusCode, e.Code, e.Message)
-	}
-	return fmt.Errorf("%s on %s/%s: %d %s: %w", a, c, key, e.StatusCode, e.Code, err)
-}
-
-// refused explains what only the one who runs the registry can put right.
-func (c *conn) refused(a action, key string, e minio.ErrorResponse) error {
-	switch e.Code {
-	case "NoSuchBucket":
-		return fmt.Errorf("there is no bucket %q at %s: make it first, or check the name and the endpoint",
-			c.Bucket, c.Endpoint)
-	case "AccessDenied", "AllAccessDisabled":
-		return fmt.Errorf("these credentials may not %s on %s/%s: a policy must allow it (%s)", a, c, key, e.Message)
-	case "InvalidAccessKeyId", "InvalidToken", "ExpiredToken", "InvalidClientTokenId":
-		return fmt.Errorf("%s does not know these credentials (%s: %s): check AWS_ACCESS_KEY_ID and its kin",
-			c.Endpoint, e.Code, e.Message)
-	case "SignatureDoesNotMatch":
-		return fmt.Errorf("%s refuses the signature: AWS_SECRET_ACCESS_KEY is not that of AWS_ACCESS_KEY_ID, "+
-			"or a proxy changes requests", c.Endpoint)
-	case "RequestTimeTooSkewed":
-		now := time.Now()
-		return fmt.Errorf("the clock of this machine is off: it says %s, %s says %s: set it right",
-			now.UTC().Format(time.DateTime), c.Endpoint, now.Add(time.Duration(c.skew.Load())).UTC().Format(time.DateTime))
-	case "PermanentRedirect", "AuthorizationHeaderMalformed", "InvalidRegion", "IllegalLocationConstraintException":
-		return fmt.Errorf("bucket %q at %s is not in region %q: put region=%s into the URL of the store (%s)",
-			c.Bucket, c.Endpoint, c.region(), cmp.Or(e.Region, "…"), e.Message)
-	}
-	return nil
-}
-
-// pause waits before another try, longer with each, by a random part of a second at most. It returns the error of ctx.
-func pause(ctx context.Context, tries int) error {
+// Pause waits before another try, longer with each, by a random part of a second at most. It returns the error of ctx.
+func Pause(ctx context.Context, tries int) error {
 	wait := time.Duration(rand.Int64N(int64(min(50*time.Millisecond<<min(tries, 5), time.Second))))
 	select {
 	case <-time.After(wait):
