@@ -5,6 +5,7 @@ import (
 	"net/url"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 
@@ -64,6 +65,20 @@ func TestCopyIsKilled(t *testing.T) {
 	if b, err := os.ReadFile(filepath.Join(dir, "back/blobs/sha256", d.Hex()[:2], d.Hex())); err != nil ||
 		!bytes.Equal(b, large) {
 		t.Errorf("%d bytes are back, %v", len(b), err)
+	}
+	withinPolicy(t, proxy)
+}
+
+// withinPolicy checks that nothing was asked that the policy in doc/operating.md does not allow.
+func withinPolicy(t *testing.T, proxy *tests3.Proxy) {
+	t.Helper()
+	allowed := []tests3.Op{tests3.GetObject, tests3.HeadObject, tests3.PutObject, tests3.DeleteObject,
+		tests3.CreateMultipartUpload, tests3.UploadPart, tests3.CompleteMultipartUpload, tests3.AbortMultipartUpload,
+		tests3.ListParts, tests3.ListObjects, tests3.ListMultipartUploads}
+	for op, n := range proxy.Counts() {
+		if !slices.Contains(allowed, op) {
+			t.Errorf("%d requests of %s", n, op)
+		}
 	}
 }
 
