@@ -241,11 +241,11 @@ func (s *session) receive(ctx context.Context, r io.Reader) error {
 		if err := ctx.Err(); err != nil {
 			return err
 		}
-		n, err := s.fill(r, room)
-		if room -= int64(n); room < 0 {
-			s.buf = s.buf[:len(s.buf)-n]
-			return fmt.Errorf("%w: more than the announced %d bytes", blobstore.ErrSizeMismatch, announced)
+		if room == 0 {
+			return atEnd(r, announced)
 		}
+		n, err := s.fill(r, room)
+		room -= int64(n)
 		piece := s.buf[len(s.buf)-n:]
 		s.hash.Write(piece)
 		s.crc = crc32.Update(s.crc, castagnoli, piece)
@@ -259,13 +259,32 @@ func (s *session) receive(ctx context.Context, r io.Reader) error {
 	return nil
 }
 
-// fill reads a piece into buf, as much as there is room for, or one byte to see that there is too much. It returns r's
-// own error: a request body that ends too early says so with io.ErrUnexpectedEOF.
+// atEnd reads on to see that nothing comes after the announced bytes.
+func atEnd(r io.Reader, announced int64) error {
+	var more [1]byte
+	switch n, err := read(r, more[:]); {
+	case n > 0:
+		return fmt.Errorf("%w: more than the announced %d bytes", blobstore.ErrSizeMismatch, announced)
+	case err == io.EOF:
+		return nil
+	default:
+		return err
+	}
+}
+
+// fill reads a piece into buf, or as much as there is room for in the part or is still to come.
 func (s *session) fill(r io.Reader, room int64) (n int, err error) {
-	want := int(max(1, min(pieceSize, room, s.partSize()-int64(len(s.buf)))))
+	want := int(min(pieceSize, room, s.partSize()-int64(len(s.buf))))
 	s.grow(want)
-	b := s.buf[len(s.buf) : len(s.buf)+want]
-	for idle := 0; n < want && err == nil; {
+	n, err = read(r, s.buf[len(s.buf):len(s.buf)+want])
+	s.buf = s.buf[:len(s.buf)+n]
+	return n, err
+}
+
+// read reads until b is full or r has no more. Unlike io.ReadFull it returns r's own error: a request body that ends too
+// early says so with io.ErrUnexpectedEOF.
+func read(r io.Reader, b []byte) (n int, err error) {
+	for idle := 0; n < len(b) && err == nil; {
 		var m int
 		m, err = r.Read(b[n:])
 		if n += m; m > 0 {
@@ -274,7 +293,6 @@ func (s *session) fill(r io.Reader, room int64) (n int, err error) {
 			err = io.ErrNoProgress
 		}
 	}
-	s.buf = s.buf[:len(s.buf)+n]
 	return n, err
 }
 
