@@ -11,6 +11,7 @@ import (
 	"net"
 	"net/http"
 	"os"
+	"runtime/debug"
 	"sync"
 	"syscall"
 	"time"
@@ -94,6 +95,10 @@ func (s *serving) run(ctx context.Context, stdout, stderr io.Writer) error {
 	}
 	if err := s.prepare(ctx); err != nil {
 		return err
+	}
+	if s.folder == "" && os.Getenv("GOGC") == "" {
+		// The parts of uploads are nearly all that is live, and by default as much garbage may grow beside them.
+		debug.SetGCPercent(25)
 	}
 	p, err := opening{home: s.home, gate: gate, idle: s.idle, log: log}.open(ctx)
 	if err != nil {
