@@ -296,16 +296,23 @@ func read(r io.Reader, b []byte) (n int, err error) {
 	return n, err
 }
 
-// grow makes room for n more bytes in buf. A small upload never takes the memory of a whole part.
+// grow makes room for n more bytes in buf: a piece at first, so that an upload of which little comes takes little, and
+// then for the whole part, or for what was announced if that is less.
 func (s *session) grow(n int) {
 	if cap(s.buf)-len(s.buf) >= n {
 		return
 	}
-	size := min(max(2*int64(cap(s.buf)), int64(len(s.buf)+n)), s.partSize())
+	size := s.partSize()
+	if a := s.cur.Announced; a >= 0 {
+		size = min(size, a-s.size.Load()+int64(len(s.buf)))
+	}
 	var b []byte
-	if size > s.st.partMin/2 && s.partSize() == s.st.partMin {
+	switch {
+	case len(s.buf)+n <= pieceSize:
+		b = make([]byte, 0, min(pieceSize, size))
+	case size == s.st.partMin:
 		b = *s.st.parts.Get().(*[]byte)
-	} else {
+	default:
 		b = make([]byte, 0, size)
 	}
 	s.buf = append(b, s.buf...)

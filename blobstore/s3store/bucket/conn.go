@@ -6,6 +6,7 @@ import (
 	"crypto/x509"
 	"errors"
 	"fmt"
+	"io"
 	"math/rand/v2"
 	"net"
 	"net/http"
@@ -115,6 +116,37 @@ func (w watched) Write(b []byte) (int, error) {
 	w.extend()
 	n, err := w.Conn.Write(b)
 	w.extend()
+	return n, err
+}
+
+// ReadFrom implements io.ReaderFrom for the body of a request: one that lies in memory goes out without being copied.
+func (w watched) ReadFrom(r io.Reader) (int64, error) {
+	if l, ok := r.(*io.LimitedReader); ok {
+		if from, ok := l.R.(io.WriterTo); ok {
+			n, err := from.WriteTo(&inPieces{w, l.N})
+			l.N -= n
+			return n, err
+		}
+	}
+	return io.Copy(struct{ io.Writer }{w}, r)
+}
+
+// inPieces writes what is large in pieces, so that each of them is progress, and no more than its length.
+type inPieces struct {
+	w    io.Writer
+	left int64
+}
+
+func (p *inPieces) Write(b []byte) (n int, err error) {
+	if int64(len(b)) > p.left {
+		return 0, http.ErrContentLength
+	}
+	for n < len(b) && err == nil {
+		var m int
+		m, err = p.w.Write(b[n:min(len(b), n+socketBuffer)])
+		n += m
+	}
+	p.left -= int64(n)
 	return n, err
 }
 
