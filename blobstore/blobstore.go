@@ -5,6 +5,7 @@ package blobstore
 import (
 	"context"
 	"errors"
+	"fmt"
 	"io"
 	"iter"
 	"time"
@@ -15,6 +16,9 @@ import (
 var (
 	// ErrNotFound: the store holds no such blob.
 	ErrNotFound = errors.New("blob not found")
+	// ErrQuarantined: the bytes of the blob were found damaged and are set aside. It is an ErrNotFound too: whoever has the
+	// right bytes may push them, which heals the blob.
+	ErrQuarantined = fmt.Errorf("%w: its bytes are damaged and in quarantine", ErrNotFound)
 	// ErrUploadUnknown: no upload of that id is open.
 	ErrUploadUnknown = errors.New("upload unknown")
 	// ErrUploadBusy: another call is appending to that upload, or is committing or aborting it.
@@ -130,6 +134,30 @@ type Refs interface {
 type PlacedRef struct {
 	Ref
 	After Position
+}
+
+// Quarantine is implemented by stores that can set damaged blobs aside.
+type Quarantine interface {
+	// SetAside hides the copy that i names and keeps its bytes for people to look at; why says in one line what is wrong
+	// with them. It is durable. From then on Stat and Open of the digest are ErrQuarantined, and List leaves it out, until
+	// another copy is committed, which removes what was set aside. ErrNotFound if that copy is not shown.
+	SetAside(ctx context.Context, i Info, why string) error
+	// Aside yields what is set aside, in no order.
+	Aside(ctx context.Context) iter.Seq2[AsideInfo, error]
+}
+
+// AsideInfo describes a copy that was set aside.
+type AsideInfo struct {
+	Info
+	Why   string
+	Since time.Time
+}
+
+// Segments is implemented by stores that record hash states while they receive a blob.
+type Segments interface {
+	// Segments returns the midstates of the copy that i names, in the form kiln.sha256-midstates.v1. ErrNotFound if none
+	// were recorded. They come from this store's own hashing, but whoever uses them checks them by the blob's digest.
+	Segments(ctx context.Context, i Info) ([]byte, error)
 }
 
 // Sweeper is implemented by stores in which a process that was killed can leave bytes that nothing shows.
