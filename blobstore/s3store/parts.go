@@ -47,6 +47,26 @@ func (s *session) send(ctx context.Context, b []byte, crc uint32, size int64, h 
 	return s.saveState(ctx)
 }
 
+// sendLast sends buf as the last part if everything that was announced is there, so that it needs no tail, which a Commit
+// would have to fetch again. What goes wrong is in failed.
+func (s *session) sendLast(ctx context.Context) {
+	s.wait()
+	complete, kept := s.size.Load() == s.cur.Announced, s.size.Load() == s.cur.Size
+	if s.failed != nil || !complete || kept || s.cur.Multipart == "" {
+		return
+	}
+	h, err := s.hash.MarshalBinary()
+	if err == nil {
+		err = s.send(context.WithoutCancel(ctx), s.buf, s.crc, s.size.Load(), h)
+	}
+	if err != nil {
+		s.failed = err
+		return
+	}
+	s.buf, s.crc = s.buf[:0], 0
+	s.n++
+}
+
 // multipart begins a multipart upload, unless there is one, and notes it in the state.
 func (s *session) multipart(ctx context.Context) error {
 	if err := s.st.change(ctx); err != nil {

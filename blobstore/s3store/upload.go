@@ -124,7 +124,9 @@ func (u *upload) append(ctx context.Context, off int64, r io.Reader) (int64, err
 	if err := s.begins(off); err != nil {
 		return 0, err
 	}
-	err = s.receive(ctx, r)
+	if err = s.receive(ctx, r); err == nil {
+		s.sendLast(ctx)
+	}
 	if saved := s.save(ctx); saved != nil {
 		err = errors.Join(err, saved)
 	}

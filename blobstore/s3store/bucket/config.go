@@ -53,7 +53,7 @@ func Parse(raw string) (c Config, err error) {
 	if err := s3utils.CheckValidBucketNameStrict(c.Bucket); err != nil {
 		return c, fmt.Errorf("s3://%s: not the name of a bucket: %w", u.Host, err)
 	}
-	if strings.Contains("/"+c.Prefix+"/", "//") || strings.Contains("/"+c.Prefix+"/", "/./") ||
+	if strings.Contains(c.Prefix, "//") || strings.Contains("/"+c.Prefix+"/", "/./") ||
 		strings.Contains("/"+c.Prefix+"/", "/../") || s3utils.CheckValidObjectNamePrefix(c.Prefix) != nil {
 		return c, fmt.Errorf("s3://%s/%s: not a prefix of keys", c.Bucket, c.Prefix)
 	}
