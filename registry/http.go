@@ -178,6 +178,7 @@ var outcomes = []struct {
 	{blobstore.ErrSizeMismatch, api.CodeSizeInvalid},
 	{blobstore.ErrNoSpace, api.CodeStoreFull},
 	{blobstore.ErrUnavailable, api.CodeUnavailable},
+	{blobstore.ErrInUse, api.CodeUnavailable},
 	{syscall.ENOSPC, api.CodeStoreFull},
 	{syscall.EDQUOT, api.CodeStoreFull},
 	{index.ErrNotFound, api.CodeManifestUnknown},

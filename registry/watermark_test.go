@@ -92,8 +92,10 @@ func TestOutcomesKeepOwnCodes(t *testing.T) {
 			t.Errorf("%v: %+v", o.err, e)
 		}
 	}
-	if e := asAPI(fmt.Errorf("deep: %w", blobstore.ErrUnavailable)); e.Status() != 503 {
-		t.Errorf("a store that can't be reached: %+v", e)
+	for _, err := range []error{blobstore.ErrUnavailable, blobstore.ErrInUse} {
+		if e := asAPI(fmt.Errorf("deep: %w", err)); e.Status() != 503 {
+			t.Errorf("%v: %+v", err, e)
+		}
 	}
 	if e := asAPI(errors.New("path /secret")); e.Status() != 500 || strings.Contains(e.Message, "secret") {
 		t.Errorf("%+v", e)
