@@ -387,3 +387,12 @@ func (o Checkpoint) apply(t tx) error {
 	}
 	return t.store(stateKey(stateCheckpoint), encodeNumber(o.Position))
 }
+
+func (o Note) check() error { return checkText("name of a note", o.Name) }
+
+func (o Note) apply(t tx) error {
+	if len(o.Value) == 0 {
+		return t.Delete(stateKey(stateNote + o.Name))
+	}
+	return t.store(stateKey(stateNote+o.Name), o.Value)
+}

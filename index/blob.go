@@ -75,6 +75,25 @@ func (ix *Index) Visible(ctx context.Context, repo string, d identity.Digest, no
 	return visible, err
 }
 
+// LinkedUntil returns when the LinkBlob of a blob in a repository ends, or ended; the zero time if there is none.
+func (ix *Index) LinkedUntil(ctx context.Context, repo string, d identity.Digest) (until time.Time, err error) {
+	err = ix.view(ctx, func(t tx) error {
+		l, _, err := t.lease(leaseKey(d, repo))
+		until = l.until
+		return err
+	})
+	return until, err
+}
+
+// Referred says whether a manifest of any repository refers to a blob.
+func (ix *Index) Referred(ctx context.Context, d identity.Digest) (referred bool, err error) {
+	err = ix.view(ctx, func(t tx) error {
+		referred = t.any(in(tableBlob).sum(d))
+		return nil
+	})
+	return referred, err
+}
+
 // Uses says whether a blob is visible in any repository at a time.
 func (ix *Index) Uses(ctx context.Context, d identity.Digest, now time.Time) (bool, error) {
 	for _, err := range ix.Holders(ctx, d, now) {

@@ -105,6 +105,13 @@ type PutUpload struct{ Upload }
 // DeleteUpload forgets an upload.
 type DeleteUpload struct{ ID string }
 
+// Note keeps a few bytes under a name, for those who look after the registry. Without a Value there is none of that
+// name. Reset forgets them.
+type Note struct {
+	Name  string
+	Value []byte
+}
+
 // Checkpoint says that every ref up to a position of the store is in the index. It never moves backwards.
 type Checkpoint struct{ Position uint64 }
 

@@ -35,6 +35,7 @@ const (
 	tableState             = 'z' // one of the names below
 	stateCheckpoint        = "checkpoint"
 	stateFormat            = "format"
+	stateNote              = "note/" // and its name
 	stateReset             = "reset" // there while Reset is at work; the last key of all
 	maxText                = 255     // bytes of a text in a key; api.MaxRepoBytes
 	maxKey                 = 1024    // bytes; the longest key has less than two texts, three digests and a time

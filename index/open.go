@@ -195,3 +195,13 @@ func (ix *Index) Checkpoint(ctx context.Context) (position uint64, err error) {
 	})
 	return position, err
 }
+
+// Note returns what a Note op keeps under a name; nil: nothing.
+func (ix *Index) Note(ctx context.Context, name string) (value []byte, err error) {
+	err = ix.view(ctx, func(t tx) error {
+		b, err := t.load(stateKey(stateNote + name))
+		value = bytes.Clone(b)
+		return err
+	})
+	return value, err
+}
