@@ -47,7 +47,7 @@ var imports = map[string]string{
 var anyOurs = map[string]string{
 	"cmd/":           "github.com/spf13/cobra github.com/vbauerster/mpb/v8 go.yaml.in/yaml/v3 golang.org/x/term golang.org/x/sys",
 	"internal/bench": "golang.org/x/sync golang.org/x/sys",
-	"internal/cli":   "github.com/spf13/cobra github.com/vbauerster/mpb/v8 golang.org/x/term",
+	"internal/cli":   "github.com/spf13/cobra github.com/spf13/pflag github.com/vbauerster/mpb/v8 go.yaml.in/yaml/v3 golang.org/x/term",
 }
 
 type pkg struct {

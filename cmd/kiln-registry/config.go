@@ -16,6 +16,7 @@ import (
 	"github.com/kiln-registry/kiln-registry/index"
 	"github.com/kiln-registry/kiln-registry/index/boltkv"
 	"github.com/kiln-registry/kiln-registry/internal/cli"
+	"github.com/kiln-registry/kiln-registry/internal/cli/settings"
 	"github.com/kiln-registry/kiln-registry/internal/durable"
 	"github.com/kiln-registry/kiln-registry/registry"
 	"github.com/kiln-registry/kiln-registry/registry/access"
@@ -53,13 +54,18 @@ func (l *logging) open(w io.Writer) (*slog.Logger, error) {
 type store struct {
 	at       string
 	stateDir string
-	given    bool // --store was named by the caller, and is not the default
+	given    bool // somebody named the store, so that it is not the default
 	init     bool
 	home     // set by check
 }
 
+// bind adds the flags. What the command line does not say of them is looked for in the environment.
 func (s *store) bind(cmd *cobra.Command) {
 	f := cmd.Flags()
+	cmd.PreRunE = func(*cobra.Command, []string) error {
+		_, err := settings.Environment(f, os.Environ(), "store", "state-dir")
+		return err
+	}
 	f.StringVar(&s.at, "store", defaultStore, "where everything is: "+placeForms)
 	f.StringVar(&s.stateDir, "state-dir", "",
 		"folder of the index, which is made anew if it is lost (default: --store, or ./"+defaultState+" if that is a bucket)")

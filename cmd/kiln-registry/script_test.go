@@ -7,6 +7,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"regexp"
 	"strconv"
 	"testing"
 
@@ -25,7 +26,7 @@ func TestScripts(t *testing.T) {
 		Dir: "testdata",
 		Cmds: map[string]func(*testscript.TestScript, bool, []string){
 			"exits": testregistry.Exits, "serve": scriptServe, "halt": scriptHalt, "kill9": scriptKill, "push": scriptPush,
-			"get": scriptGet, "damage": scriptDamage,
+			"get": scriptGet, "damage": scriptDamage, "log": scriptLog,
 		},
 		Setup: func(e *testscript.Env) error {
 			e.Values[serverKey{}] = new(*server)
@@ -53,7 +54,10 @@ func running(ts *testscript.TestScript) *server { return *ts.Value(serverKey{}).
 // scriptServe is "serve ARG...": it starts a server, which takes the place of an earlier one.
 func scriptServe(ts *testscript.TestScript, _ bool, args []string) {
 	cmd := program(context.Background(), ts.MkAbs("."), append([]string{"serve", "--addr", "127.0.0.1:0"}, args...)...)
-	for _, name := range []string{"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "HOME"} {
+	for _, name := range []string{
+		"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "HOME", "KILN_STORE", "KILN_STATE_DIR", "KILN_INIT", "KILN_IDLE_TIMEOUTS",
+		"KILN_TOKEN", "KILN_REGISTRY", "KILN_CONFIG",
+	} {
 		cmd.Env = append(cmd.Env, name+"="+ts.Getenv(name))
 	}
 	s := &server{t: scriptTest{ts}, cmd: cmd, log: new(bytes.Buffer)}
@@ -62,6 +66,15 @@ func scriptServe(ts *testscript.TestScript, _ bool, args []string) {
 
 // scriptHalt is "halt": SIGTERM.
 func scriptHalt(ts *testscript.TestScript, _ bool, _ []string) { running(ts).stop() }
+
+// scriptLog is "log PATTERN": the server, which has ended, wrote a line that matches.
+func scriptLog(ts *testscript.TestScript, neg bool, args []string) {
+	re, err := regexp.Compile(args[0])
+	ts.Check(err)
+	if s := running(ts); s.cmd.ProcessState == nil || re.Match(s.log.Bytes()) == neg {
+		ts.Fatalf("log %s: %s", args[0], s.log)
+	}
+}
 
 // scriptKill is "kill9".
 func scriptKill(ts *testscript.TestScript, _ bool, _ []string) { running(ts).kill() }

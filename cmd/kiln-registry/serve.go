@@ -40,6 +40,7 @@ type serving struct {
 	idle         time.Duration
 	drain        time.Duration
 	unready      time.Duration
+	configured
 }
 
 func serveCommand(stderr io.Writer) *cobra.Command {
@@ -50,13 +51,14 @@ func serveCommand(stderr io.Writer) *cobra.Command {
 		Long: `Serve a store over HTTP.
 
 With no flags: ` + cli.DefaultRegistry + `, data in ./` + defaultStore + `, which is made on first start. Without
---token-file every caller may do everything, and only loopback addresses are taken.`,
+--token-file every caller may do everything, and only loopback addresses are taken.
+
+What no flag says is looked for in the environment, --idle-timeout in KILN_IDLE_TIMEOUT, then in the YAML file of
+--config, under idle-timeout.`,
 		Args: cobra.NoArgs,
-		RunE: func(cmd *cobra.Command, _ []string) error {
-			s.given = cmd.Flags().Changed("store")
-			return s.run(cmd.Context(), cmd.OutOrStdout(), stderr)
-		},
+		RunE: func(cmd *cobra.Command, _ []string) error { return s.start(cmd, stderr) },
 	}
+	s.configured.bind(cmd)
 	s.store.bind(cmd)
 	s.logging.bind(cmd)
 	f := cmd.Flags()
@@ -81,6 +83,9 @@ func (s *serving) run(ctx context.Context, stdout, stderr io.Writer) error {
 	log, err := s.logging.open(stderr)
 	if err != nil {
 		return err
+	}
+	for _, line := range s.strays {
+		log.Warn(line)
 	}
 	if err := s.check(); err != nil {
 		return err
