@@ -2,7 +2,7 @@ package s3store
 
 import (
 	"context"
-	"encoding/json"
+	"crypto/rand"
 	"errors"
 	"fmt"
 	"io"
@@ -25,12 +25,16 @@ const (
 // its name has this before the ID; beside the marker it has a stub then, so that a listing shows it.
 const unnamedMark = "u"
 
-// live is what the marker of a blob says. A marker is never deleted, as that could hit one that was put meanwhile: it
-// is emptied.
+// live is what the marker of a blob says that is shown. A marker is never deleted, as that could hit one that was put
+// meanwhile: that none is shown, it says by hiddenSize random letters. No two markers are the same, so that a request
+// that comes late never finds the one that it was to replace.
 type live struct {
 	Copy string `json:"copy"`
 	Size int64  `json:"size"`
 }
+
+// hiddenSize is less than any marker has that shows a copy, and so can be told in a listing.
+const hiddenSize = 26 // of rand.Text
 
 func (st *Store) blobKey(d identity.Digest, name string) string {
 	return st.b.Key(blobsName, d.Hex(), name)
@@ -47,16 +51,23 @@ func (st *Store) bytesKey(d identity.Digest, name string) string {
 // keyCopy returns the upload whose bytes are at key.
 func keyCopy(key string) string { return path.Base(key) }
 
-// readLive reads the marker of a blob. The copy is empty if none is shown; bucket.ErrAbsent if there never was one.
+// readLive reads the marker of a blob. The copy is empty if none is shown; bucket.ErrAbsent if there never was one. With
+// blobstore.ErrDamaged the marker is as it is.
 func (st *Store) readLive(ctx context.Context, d identity.Digest) (l live, o bucket.Object, err error) {
-	o, err = st.b.Get(ctx, st.blobKey(d, liveName), smallObject)
-	if err != nil || len(o.Body) == 0 {
-		return l, o, err
+	o, err = st.b.Get(ctx, st.blobKey(d, liveName), smallObject, func(body []byte) error {
+		l = live{}
+		if hidden := len(body) == hiddenSize && validID(string(body)); hidden {
+			return nil
+		}
+		if unseal(body, &l) != nil || !validCopy(l.Copy) || l.Size < 0 {
+			return fmt.Errorf("%w: marker of blob %s is not what this program writes", blobstore.ErrDamaged, d)
+		}
+		return nil
+	})
+	if err != nil {
+		l = live{}
 	}
-	if err := json.Unmarshal(o.Body, &l); err != nil || !validCopy(l.Copy) || l.Size < 0 {
-		return l, o, fmt.Errorf("%w: marker of blob %s is not what this program writes", blobstore.ErrDamaged, d)
-	}
-	return l, o, nil
+	return l, o, err
 }
 
 func validCopy(name string) bool { return validID(strings.TrimPrefix(name, unnamedMark)) }
@@ -204,19 +215,51 @@ func (st *Store) delete(ctx context.Context, i blobstore.Info) error {
 	return nil
 }
 
-// hide empties the marker if it shows this copy.
+// hide makes the marker show nothing if it shows this copy.
 func (st *Store) hide(ctx context.Context, i blobstore.Info) (hidden bool, err error) {
 	defer st.ordered()()
+	body := rand.Text()
 	for tries := 0; ; tries++ {
 		l, o, err := st.readLive(ctx, i.Digest)
 		if errors.Is(err, bucket.ErrAbsent) || err == nil && l.Copy != i.Generation {
-			return tries > 0 && l.Copy == "", nil
+			return string(o.Body) == body, nil
 		} else if err != nil {
 			return false, err
 		}
-		_, err = st.putIf(ctx, st.blobKey(i.Digest, liveName), nil, bucket.Condition{ETag: o.ETag})
+		_, err = st.putIf(ctx, st.blobKey(i.Digest, liveName), []byte(body), bucket.Condition{ETag: o.ETag})
 		if err == nil || !errors.Is(err, bucket.ErrConflict) || tries >= bucket.Attempts {
 			return err == nil, err
+		}
+		if err := bucket.Pause(ctx, tries); err != nil {
+			return false, err
+		}
+	}
+}
+
+// bar sees to it that a copy which is not shown never will be, also if a marker that shows it is still on its way: it
+// replaces the marker that this one was to replace.
+func (st *Store) bar(ctx context.Context, d identity.Digest, copy string) (shown bool, err error) {
+	if _, err := st.b.Head(ctx, st.bytesKey(d, copy)); err != nil {
+		if errors.Is(err, bucket.ErrAbsent) {
+			err = nil // bytes are there before any marker is sent
+		}
+		return false, err
+	}
+	defer st.ordered()()
+	for tries := 0; ; tries++ {
+		l, o, err := st.readLive(ctx, d)
+		only := bucket.Condition{ETag: o.ETag}
+		switch {
+		case errors.Is(err, bucket.ErrAbsent):
+			only = bucket.Condition{Absent: true}
+		case err != nil:
+			return false, err
+		case l.Copy != "":
+			return l.Copy == copy, nil
+		}
+		_, err = st.putIf(ctx, st.blobKey(d, liveName), []byte(rand.Text()), only)
+		if !errors.Is(err, bucket.ErrConflict) || tries >= bucket.Attempts {
+			return false, err
 		}
 		if err := bucket.Pause(ctx, tries); err != nil {
 			return false, err
@@ -253,13 +296,16 @@ func (st *Store) putIf(ctx context.Context, key string, body []byte, only bucket
 // publish shows a copy of d whose bytes are stored and verified, unless another one is shown already, and returns what
 // is shown then. It is durable.
 func (st *Store) publish(ctx context.Context, d identity.Digest, copy string, size int64) (blobstore.Info, error) {
-	body, err := json.Marshal(live{copy, size})
+	body, err := seal(live{copy, size})
 	if err != nil {
 		return blobstore.Info{}, err
 	}
 	defer st.ordered()()
+	only := bucket.Condition{Absent: true} // as it is for nearly all blobs
 	for tries := 0; ; tries++ {
-		only, err := st.vacancy(ctx, d, copy)
+		if tries > 0 || !st.conditional {
+			only, err = st.vacancy(ctx, d, copy)
+		}
 		if err == nil && only != (bucket.Condition{}) {
 			_, err = st.putIf(ctx, st.blobKey(d, liveName), body, only)
 		}
@@ -282,7 +328,7 @@ func (st *Store) vacancy(ctx context.Context, d identity.Digest, copy string) (o
 	switch {
 	case errors.Is(err, bucket.ErrAbsent):
 		return bucket.Condition{Absent: true}, nil
-	case err != nil:
+	case err != nil && !errors.Is(err, blobstore.ErrDamaged):
 		return only, err
 	case l.Copy == copy:
 		return only, nil
@@ -322,10 +368,10 @@ func (st *Store) List(ctx context.Context, after identity.Digest) iter.Seq2[blob
 
 // describe returns what List yields of a group, or blobstore.ErrNotFound.
 func (st *Store) describe(ctx context.Context, g group) (i blobstore.Info, err error) {
-	if g.marker.Size == 0 {
+	if g.marker.Key == "" || g.marker.Size == hiddenSize {
 		return i, blobstore.ErrNotFound
 	}
-	if len(g.copies) == 1 && !strings.HasPrefix(keyCopy(g.copies[0].Key), unnamedMark) {
+	if g.shown() && len(g.copies) == 1 && !strings.HasPrefix(keyCopy(g.copies[0].Key), unnamedMark) {
 		o := g.copies[0]
 		return blobstore.Info{
 			Digest: g.digest, Size: o.Size, Created: g.marker.Modified, Generation: keyCopy(o.Key),
@@ -337,9 +383,12 @@ func (st *Store) describe(ctx context.Context, g group) (i blobstore.Info, err e
 // group is what a listing says about one blob.
 type group struct {
 	digest identity.Digest
-	marker bucket.Entry // its Size is 0 if no copy is shown
+	marker bucket.Entry // zero if there is none
 	copies []bucket.Entry
 }
+
+// shown says whether one of the copies is.
+func (g *group) shown() bool { return g.marker.Size > hiddenSize }
 
 func (g *group) add(name string, o bucket.Entry) {
 	switch {

@@ -3,7 +3,6 @@ package s3store
 import (
 	"context"
 	"crypto/rand"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"os"
@@ -33,8 +32,11 @@ type claim struct {
 type owner struct {
 	st   *Store
 	me   claim
+	ttl  time.Duration
 	stop chan struct{}
 	done chan struct{}
+	// inherited: the last owner did not give the store back.
+	inherited bool
 
 	mu      sync.Mutex
 	etag    string
@@ -43,10 +45,10 @@ type owner struct {
 }
 
 // acquire makes this process the owner. blobstore.ErrInUse.
-func (st *Store) acquire(ctx context.Context) (*owner, error) {
+func (st *Store) acquire(ctx context.Context, ttl time.Duration) (*owner, error) {
 	host, _ := os.Hostname() // only for people
 	w := &owner{
-		st: st, me: claim{rand.Text(), host, os.Getpid(), pidSpace()},
+		st: st, me: claim{rand.Text(), host, os.Getpid(), pidSpace()}, ttl: ttl,
 		stop: make(chan struct{}), done: make(chan struct{}),
 	}
 	for tries := 0; ; tries++ {
@@ -85,7 +87,10 @@ func (w *owner) free(ctx context.Context) (bucket.Condition, error) {
 	} else if err != nil {
 		return bucket.Condition{}, err
 	}
-	if c.Process == "" || c.Process == w.me.Process || o.Age > OwnerTTL || w.dead(c) {
+	if c.Process == "" || c.Process == w.me.Process {
+		return bucket.Condition{ETag: o.ETag}, nil
+	} else if o.Age > w.ttl || w.dead(c) {
+		w.inherited = true
 		return bucket.Condition{ETag: o.ETag}, nil
 	}
 	return bucket.Condition{}, fmt.Errorf("%w: process %d on %s owns it and was heard of %d seconds ago",
@@ -101,12 +106,12 @@ func (w *owner) dead(c claim) bool {
 }
 
 func (w *owner) put(ctx context.Context, c claim, only bucket.Condition) error {
-	b, err := json.Marshal(c)
+	body, err := seal(c)
 	if err != nil {
 		return err
 	}
 	began := time.Now()
-	etag, err := w.st.putIf(ctx, w.st.b.Key(ownerName), append(b, '\n'), only)
+	etag, err := w.st.putIf(ctx, w.st.b.Key(ownerName), body, only)
 	if err != nil {
 		return err
 	}
@@ -128,7 +133,7 @@ func (w *owner) renew() {
 		case <-ctx.Done():
 		}
 	}()
-	for tick := time.NewTicker(OwnerTTL / 3); ; {
+	for tick := time.NewTicker(w.ttl / 3); ; {
 		select {
 		case <-w.stop:
 			tick.Stop()
@@ -172,14 +177,13 @@ func (w *owner) verify(ctx context.Context) error {
 }
 
 func (w *owner) read(ctx context.Context) (c claim, o bucket.Object, err error) {
-	o, err = w.st.b.Get(ctx, w.st.b.Key(ownerName), smallObject)
-	if err != nil {
-		return c, o, err
-	}
-	if err := json.Unmarshal(o.Body, &c); err != nil {
-		return c, o, fmt.Errorf("%w: %s is not what this program writes", blobstore.ErrDamaged, ownerName)
-	}
-	return c, o, nil
+	o, err = w.st.b.Get(ctx, w.st.b.Key(ownerName), smallObject, func(body []byte) error {
+		if c = (claim{}); unseal(body, &c) != nil {
+			return fmt.Errorf("%w: %s is not what this program writes", blobstore.ErrDamaged, ownerName)
+		}
+		return nil
+	})
+	return c, o, err
 }
 
 func (w *owner) held() string {
@@ -196,7 +200,8 @@ func (w *owner) check() error {
 	if w.lost != nil {
 		return w.lost
 	}
-	if silent := time.Since(w.renewed); silent > OwnerTTL {
+	// The clock that time.Since reads may stand still while the machine sleeps.
+	if silent := max(time.Since(w.renewed), time.Since(w.renewed.Round(0))); silent > w.ttl {
 		return fmt.Errorf("%w: %s could not be told for %d seconds that its owner is alive",
 			blobstore.ErrUnavailable, w.st.b.Config, int(silent.Seconds()))
 	}

@@ -19,7 +19,7 @@ const partMin = 16 << 20
 // upload are equal then and 9,000 suffice. Where nothing was announced (a negative size) they grow after the first
 // 2,000, so that 10,000 reach the largest object.
 func partSize(n int, announced, smallest int64) int64 {
-	const step = 160 << 10
+	const step = 168 << 10
 	if announced < 0 {
 		return smallest + max(0, int64(n)-2000)*step
 	}
@@ -103,8 +103,12 @@ func (s *session) store(ctx context.Context, want identity.Digest) error {
 		return s.storeSmall(ctx, want)
 	}
 	err := s.complete(ctx, want)
-	if err != nil && s.confirm(ctx, want) == nil {
-		return nil // an earlier try had completed it
+	if err == nil {
+		return nil
+	}
+	// An earlier try may have completed it.
+	if failed := s.confirm(ctx, want); failed == nil || !errors.Is(failed, bucket.ErrParts) {
+		return failed
 	}
 	return err
 }

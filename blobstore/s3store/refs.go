@@ -193,24 +193,29 @@ func refsSum(number uint64, writer string, payload []byte) uint32 {
 
 // readRefs returns who put an object, and its refs. blobstore.ErrDamaged if it does not read as it was put.
 func (st *Store) readRefs(ctx context.Context, number uint64) (writer string, refs []blobstore.Ref, err error) {
-	o, err := st.b.Get(ctx, st.refsKey(number), int64(refsHead+2*blobstore.MaxRefsBytes))
+	_, err = st.b.Get(ctx, st.refsKey(number), int64(refsHead+2*blobstore.MaxRefsBytes), func(body []byte) error {
+		if writer, refs, err = decodeRefs(number, body); err != nil {
+			return fmt.Errorf("%w: %s: %w", blobstore.ErrDamaged, st.refsKey(number), err)
+		}
+		return nil
+	})
 	if errors.Is(err, bucket.ErrAbsent) {
-		return "", nil, fmt.Errorf("%w: %s is not there", blobstore.ErrDamaged, st.refsKey(number))
-	} else if err != nil {
-		return "", nil, err
+		err = fmt.Errorf("%w: %s is not there", blobstore.ErrDamaged, st.refsKey(number))
 	}
-	head, ok := bytes.CutPrefix(o.Body, []byte(refsMagic))
-	if !ok || len(o.Body) < refsHead {
-		return "", nil, fmt.Errorf("%w: %s is not what this program writes", blobstore.ErrDamaged, st.refsKey(number))
+	return writer, refs, err
+}
+
+func decodeRefs(number uint64, body []byte) (writer string, refs []blobstore.Ref, err error) {
+	head, ok := bytes.CutPrefix(body, []byte(refsMagic))
+	if !ok || len(body) < refsHead {
+		return "", nil, errors.New("not what this program writes")
 	}
 	writer, payload := string(head[:writerLen]), head[writerLen+4:]
 	if binary.LittleEndian.Uint32(head[writerLen:]) != refsSum(number, writer, payload) {
-		return "", nil, fmt.Errorf("%w: checksum of %s does not match", blobstore.ErrDamaged, st.refsKey(number))
+		return "", nil, errors.New("its checksum does not match")
 	}
-	if refs, err = blobstore.DecodeRefs(payload); err != nil {
-		return "", nil, fmt.Errorf("%w: %s: %w", blobstore.ErrDamaged, st.refsKey(number), err)
-	}
-	return writer, refs, nil
+	refs, err = blobstore.DecodeRefs(payload)
+	return writer, refs, err
 }
 
 // findEnd sets the number of the next object, unless this process knows it. There is no gap, so that it takes a request

@@ -1,10 +1,8 @@
 package s3store
 
 import (
-	"bytes"
 	"context"
 	"crypto/rand"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"hash/crc32"
@@ -27,8 +25,6 @@ const (
 // process has to be sent again is bounded by that and two parts.
 const saveEvery = 64 << 20
 
-var castagnoli = crc32.MakeTable(crc32.Castagnoli)
-
 // state is what uploads/ID says of an upload: where it is, and all that going on with it takes. The bytes that it
 // covers are stored before it is.
 type state struct {
@@ -50,6 +46,7 @@ type state struct {
 type tail struct {
 	Name string `json:"name"`
 	Size int64  `json:"size"`
+	CRC  uint32 `json:"crc32c"`
 }
 
 // session is one call's hold on an upload. Between calls nothing of an upload is in memory.
@@ -91,18 +88,19 @@ func (st *Store) readState(ctx context.Context, id string) (s state, o bucket.Ob
 	if !validID(id) {
 		return s, o, blobstore.ErrUploadUnknown
 	}
-	o, err = st.b.Get(ctx, st.stateKey(id), smallObject)
+	o, err = st.b.Get(ctx, st.stateKey(id), smallObject, func(body []byte) error {
+		if s = (state{}); unseal(body, &s) != nil || !s.sound() {
+			return fmt.Errorf("%w: state of upload %s is not what this program writes", blobstore.ErrDamaged, id)
+		}
+		return nil
+	})
 	if errors.Is(err, bucket.ErrAbsent) {
-		return s, o, blobstore.ErrUploadUnknown
-	} else if err != nil {
-		return s, o, err
+		err = blobstore.ErrUploadUnknown
 	}
-	d := json.NewDecoder(bytes.NewReader(o.Body))
-	d.DisallowUnknownFields()
-	if err := d.Decode(&s); err != nil || !s.sound() {
-		return s, o, fmt.Errorf("%w: state of upload %s is not what this program writes", blobstore.ErrDamaged, id)
+	if err != nil {
+		s = state{}
 	}
-	return s, o, nil
+	return s, o, err
 }
 
 // sound says whether the numbers of a state agree.
@@ -172,8 +170,13 @@ func (s *session) load(ctx context.Context, tails bool) error {
 		return nil
 	}
 	for _, t := range found.Tails {
-		o, err := s.st.b.Get(ctx, s.tailKey(t.Name), t.Size)
-		if errors.Is(err, bucket.ErrAbsent) || err == nil && int64(len(o.Body)) != t.Size {
+		o, err := s.st.b.Get(ctx, s.tailKey(t.Name), t.Size, func(body []byte) error {
+			if int64(len(body)) != t.Size || crc32.Checksum(body, castagnoli) != t.CRC {
+				return fmt.Errorf("%w: the last bytes of upload %s are not as they were received", blobstore.ErrDamaged, s.id)
+			}
+			return nil
+		})
+		if errors.Is(err, bucket.ErrAbsent) {
 			return fmt.Errorf("%w: the last bytes of upload %s are not there", blobstore.ErrDamaged, s.id)
 		} else if err != nil {
 			return err
@@ -385,11 +388,12 @@ func (s *session) saveTail(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	t := tail{rand.Text(), int64(len(s.buf)) - held}
+	body := s.buf[held:]
+	t := tail{rand.Text(), int64(len(body)), crc32.Checksum(body, castagnoli)}
 	if err := s.st.change(ctx); err != nil {
 		return err
 	}
-	if _, err := s.st.b.Put(ctx, s.tailKey(t.Name), s.buf[held:], bucket.Condition{}); err != nil {
+	if _, err := s.st.b.Put(ctx, s.tailKey(t.Name), body, bucket.Condition{}); err != nil {
 		return err
 	}
 	s.cur.Tails, s.cur.Size, s.cur.Hash = append(s.cur.Tails, t), s.size.Load(), h
@@ -405,7 +409,7 @@ func (s *session) saveState(ctx context.Context) error {
 		return err
 	}
 	s.cur.Writer = s.name
-	body, err := json.Marshal(s.cur)
+	body, err := seal(s.cur)
 	if err != nil {
 		return err
 	}
@@ -440,6 +444,9 @@ func (s *session) same() bool {
 func (s *session) drop(ctx context.Context) error {
 	ctx = context.WithoutCancel(ctx)
 	s.wait()
+	if err := s.st.change(ctx); err != nil {
+		return err
+	}
 	if err := s.end(ctx); err != nil {
 		return err
 	}
@@ -458,7 +465,7 @@ func (s *session) drop(ctx context.Context) error {
 // that does not read is as good for that.
 func (s *session) end(ctx context.Context) error {
 	if s.etag == "" {
-		return s.st.change(ctx)
+		return nil
 	}
 	s.cur.Ended = true
 	return s.saveState(ctx)
@@ -466,17 +473,15 @@ func (s *session) end(ctx context.Context) error {
 
 // dropCopy removes the bytes that were stored for the upload unless they are shown.
 func (s *session) dropCopy(ctx context.Context) error {
-	if s.cur.Unnamed && s.cur.Target.IsZero() {
-		return s.st.b.Remove(ctx, s.copyKey())
-	} else if s.cur.Target.IsZero() {
+	if s.cur.Target.IsZero() {
+		if s.cur.Unnamed {
+			return s.st.b.Remove(ctx, s.copyKey())
+		}
 		return nil
 	}
-	l, _, err := s.st.readLive(ctx, s.cur.Target)
-	switch {
-	case err != nil && !errors.Is(err, bucket.ErrAbsent):
+	shown, err := s.st.bar(ctx, s.cur.Target, s.copyName())
+	if err != nil || shown {
 		return err
-	case l.Copy == s.copyName():
-		return nil
 	}
 	return s.st.removeCopy(ctx, s.cur.Target, s.copyName())
 }

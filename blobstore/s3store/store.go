@@ -3,23 +3,26 @@
 //
 //	store.json                  says that this is a store, of which format, and which one
 //	owner.json                  which process owns the store, see owner.go
-//	blobs/HEX/live              which copy of a blob is shown; of no bytes if none is, see blob.go
+//	blobs/HEX/live              which copy of a blob is shown, or that none is, see blob.go
 //	blobs/HEX/COPY              the bytes of a copy, or a stub where they are unnamed/ID
 //	unnamed/ID                  the bytes of a copy whose digest was not known when the first of them came
 //	uploads/ID                  an open upload, see session.go
 //	tails/ID/OFFSET             its bytes after the last whole part
 //	refs/NUMBER                 the refs, a log of objects, see refs.go
 //
-// Other keys are left alone. Bytes are verified before a copy is shown: the registry hashes what it receives, and the
+// Other keys are left alone. JSON is followed by a checksum on a line of its own. Bytes are verified before a copy is shown: the registry hashes what it receives, and the
 // server confirms what it stored by a checksum, or is read back.
 package s3store
 
 import (
+	"bytes"
+	"cmp"
 	"context"
 	"crypto/rand"
 	"encoding/json"
 	"errors"
 	"fmt"
+	"hash/crc32"
 	"net/http"
 	"sync"
 	"sync/atomic"
@@ -54,6 +57,9 @@ type Options struct {
 	Transport func(http.RoundTripper) http.RoundTripper
 	// Tries is how often a request is made that fails for a reason that may pass. Zero means the usual number.
 	Tries int
+
+	ttl   time.Duration // instead of OwnerTTL; zero: that
+	stall time.Duration // how long a request may make no progress; zero: as usual
 }
 
 // Store is a store in a bucket. It implements blobstore.Store, Uploads and Refs.
@@ -97,7 +103,7 @@ func Parse(url string) (Config, error) { return bucket.Parse(url) }
 // Init makes the place, which must be empty, a store. It is durable on return. It does nothing if it is a store
 // already, and returns blobstore.ErrNotStore if it holds anything else. It does not make the bucket.
 func Init(ctx context.Context, c Config) error {
-	b, err := bucket.Dial(c, nil, 0)
+	b, err := bucket.Dial(c, bucket.Options{})
 	if err != nil {
 		return err
 	}
@@ -108,13 +114,16 @@ func Init(ctx context.Context, c Config) error {
 	if err := checkEmpty(ctx, b); err != nil {
 		return err
 	}
-	m, err := json.Marshal(marker{formatName, formatVersion, rand.Text()})
+	body, err := seal(marker{formatName, formatVersion, rand.Text()})
 	if err != nil {
 		return err
 	}
-	_, err = b.Put(ctx, b.Key(markerName), append(m, '\n'), bucket.Condition{Absent: true})
-	if errors.Is(err, bucket.ErrConflict) {
+	_, err = b.Put(ctx, b.Key(markerName), body, bucket.Condition{Absent: true})
+	switch {
+	case errors.Is(err, bucket.ErrConflict):
 		_, _, err = readMarker(ctx, b)
+	case errors.Is(err, errors.ErrUnsupported):
+		_, err = b.Put(ctx, b.Key(markerName), body, bucket.Condition{})
 	}
 	if err != nil {
 		return fmt.Errorf("make store %s: %w", c, err)
@@ -139,27 +148,47 @@ func checkEmpty(ctx context.Context, b *bucket.Bucket) error {
 
 // readMarker reads store.json.
 func readMarker(ctx context.Context, b *bucket.Bucket) (m marker, o bucket.Object, err error) {
-	o, err = b.Get(ctx, b.Key(markerName), smallObject)
+	o, err = b.Get(ctx, b.Key(markerName), smallObject, func(body []byte) error {
+		if unseal(body, &m) != nil || m.Format != formatName || m.Version < 1 || m.ID == "" {
+			return fmt.Errorf("%s: %w: %s is not what this program writes", b.Config, blobstore.ErrDamaged, markerName)
+		}
+		return nil
+	})
 	switch {
 	case errors.Is(err, bucket.ErrAbsent):
 		return m, o, fmt.Errorf("%s: %w: it has no %s", b.Config, blobstore.ErrNotStore, markerName)
-	case err != nil:
-		return m, o, err
-	}
-	if err := json.Unmarshal(o.Body, &m); err != nil || m.Format != formatName || m.Version < 1 || m.ID == "" {
-		return m, o, fmt.Errorf("%s: %w: %s is not what this program writes", b.Config, blobstore.ErrDamaged, markerName)
-	}
-	if m.Version > formatVersion {
+	case err == nil && m.Version > formatVersion:
 		return m, o, fmt.Errorf("%s is a store of format %d: this program knows formats up to %d",
 			b.Config, m.Version, formatVersion)
 	}
-	return m, o, nil
+	return m, o, err
+}
+
+var castagnoli = crc32.MakeTable(crc32.Castagnoli)
+
+// seal returns v as JSON and the CRC-32C of that, each on a line. What was sealed is never taken for something else
+// because a bit of it changed.
+func seal(v any) ([]byte, error) {
+	b, err := json.Marshal(v)
+	if err != nil {
+		return nil, err
+	}
+	return fmt.Appendf(b, "\n%08x\n", crc32.Checksum(b, castagnoli)), nil
+}
+
+// unseal reads what seal returned. The zero v becomes what was sealed.
+func unseal(body []byte, v any) error {
+	line, sum, _ := bytes.Cut(body, []byte("\n"))
+	if string(sum) != fmt.Sprintf("%08x\n", crc32.Checksum(line, castagnoli)) {
+		return errors.New("its checksum does not match")
+	}
+	return json.Unmarshal(line, v)
 }
 
 // Open opens a store. The error is blobstore.ErrNotStore if there is none, blobstore.ErrInUse if another process owns
 // it, and blobstore.ErrUnavailable if the server can't be reached.
 func Open(ctx context.Context, c Config, o Options) (*Store, error) {
-	b, err := bucket.Dial(c, o.Transport, o.Tries)
+	b, err := bucket.Dial(c, bucket.Options{Transport: o.Transport, Tries: o.Tries, Stall: o.stall})
 	if err != nil {
 		return nil, err
 	}
@@ -191,14 +220,26 @@ func (st *Store) open(ctx context.Context, o Options) error {
 	if !o.Exclusive {
 		return nil
 	}
-	if st.owner, err = st.acquire(ctx); err != nil {
+	if st.owner, err = st.acquire(ctx, cmp.Or(o.ttl, OwnerTTL)); err != nil {
 		return err
 	}
-	// Only the owner of a store knows that nobody else is about to note what they began just now.
-	if _, err := st.sweepMultiparts(ctx, time.Now().Add(time.Hour)); err != nil {
+	if err := st.settle(ctx); err != nil {
 		return errors.Join(err, st.owner.release())
 	}
 	return nil
+}
+
+// settle makes sure of a store that this process has just come to own.
+func (st *Store) settle(ctx context.Context) error {
+	if st.owner.inherited {
+		// Refs that the last owner has still on their way meet this object, of no refs, and then see who owns the store.
+		if _, err := st.putObject(ctx, nil); err != nil {
+			return err
+		}
+	}
+	// Only the owner of a store knows that nobody else is about to note what they began just now.
+	_, err := st.sweepMultiparts(ctx, time.Now().Add(time.Hour))
+	return err
 }
 
 // probe says whether the server honours conditions, by putting store.json under two that don't hold. If it doesn't, the

@@ -151,7 +151,7 @@ func TestStore(t *testing.T) { storetest.Run(t, newMedium) }
 // TestStoreInParts runs the fault grid with an upload of several parts.
 func TestStoreInParts(t *testing.T) {
 	const mib = 1 << 20
-	storetest.RunFaults(t, storetest.Sizes{Upload: 14 * mib, Received: 8 * mib}, func(t testing.TB) storetest.Medium {
+	storetest.RunFaults(t, storetest.Sizes{Upload: 10*mib + 1000, Received: 5*mib + 1000}, func(t testing.TB) storetest.Medium {
 		return &medium{Config: place(t), part: 5 * mib}
 	})
 }

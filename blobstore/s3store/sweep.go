@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 	"time"
 
@@ -34,12 +35,15 @@ func (st *Store) sweepUploads(ctx context.Context, before time.Time) (removed in
 			return removed, err
 		}
 		id := strings.TrimPrefix(o.Key, prefix)
-		s, known, err := st.knows(ctx, id)
-		if err == nil && known && s.Ended && o.Modified.Before(before) {
+		s, err := st.loadState(ctx, id)
+		if err == nil && s.Ended && o.Modified.Before(before) {
 			removed++
 			_, err = st.begin(ctx, id, false) // which removes what is left
 		}
-		if err != nil && !errors.Is(err, blobstore.ErrUploadUnknown) {
+		switch {
+		case errors.Is(err, blobstore.ErrUploadUnknown), errors.Is(err, blobstore.ErrUploadBusy):
+		case errors.Is(err, blobstore.ErrDamaged): // whoever resumes it drops it
+		case err != nil:
 			return removed, err
 		}
 	}
@@ -55,8 +59,11 @@ func (st *Store) sweepMultiparts(ctx context.Context, before time.Time) (removed
 			if !m.Initiated.Before(before) {
 				continue
 			}
-			s, known, err := st.knows(ctx, keyCopy(m.Key))
-			if err == nil && (!known || s.Multipart != m.ID) {
+			needed, err := st.needs(ctx, keyCopy(m.Key), func(s state) bool { return s.Multipart == m.ID })
+			if err == nil && !needed {
+				err = st.change(ctx)
+			}
+			if err == nil && !needed {
 				removed++
 				err = st.b.Abort(ctx, m.Key, m.ID)
 			}
@@ -68,21 +75,28 @@ func (st *Store) sweepMultiparts(ctx context.Context, before time.Time) (removed
 	return removed, nil
 }
 
-// knows says whether an upload is open, and where it is.
-func (st *Store) knows(ctx context.Context, id string) (s state, known bool, err error) {
-	s, err = st.loadState(ctx, id)
+// needs says whether an upload is open and needs something that its state, if it reads, tells. One that a call of this
+// process works on needs everything, as not all is noted yet.
+func (st *Store) needs(ctx context.Context, id string, it func(s state) bool) (bool, error) {
+	st.mu.Lock()
+	busy := st.active[id] != nil
+	st.mu.Unlock()
+	if busy {
+		return true, nil
+	}
+	s, err := st.loadState(ctx, id)
 	switch {
 	case errors.Is(err, blobstore.ErrUploadUnknown):
-		return s, false, nil
+		return false, nil
 	case errors.Is(err, blobstore.ErrDamaged): // whoever resumes it drops it
-		return s, true, nil
+		err = nil
 	}
-	return s, true, err
+	return err != nil || it(s), err
 }
 
 func (st *Store) sweepCopies(ctx context.Context, before time.Time) (removed int, err error) {
 	err = st.groups(ctx, "", func(g group) (more bool, err error) {
-		if len(g.copies) == 0 || len(g.copies) == 1 && g.marker.Size > 0 {
+		if len(g.copies) == 0 || len(g.copies) == 1 && g.shown() {
 			return true, nil
 		}
 		for _, o := range g.copies {
@@ -103,7 +117,8 @@ func (st *Store) sweepCopies(ctx context.Context, before time.Time) (removed int
 }
 
 func (st *Store) sweepCopy(ctx context.Context, g group, name string) (removed bool, err error) {
-	if _, known, err := st.knows(ctx, strings.TrimPrefix(name, unnamedMark)); err != nil || known {
+	open := func(state) bool { return true }
+	if needed, err := st.needs(ctx, strings.TrimPrefix(name, unnamedMark), open); err != nil || needed {
 		return false, err
 	}
 	// Its upload has ended: if it was to be shown, the marker says so by now.
@@ -142,14 +157,11 @@ func (st *Store) sweepTails(ctx context.Context, before time.Time) (removed int,
 }
 
 func (st *Store) sweepTail(ctx context.Context, o bucket.Entry, id, name string) (removed bool, err error) {
-	s, known, err := st.knows(ctx, id)
-	if err != nil {
+	needed, err := st.needs(ctx, id, func(s state) bool {
+		return slices.ContainsFunc(s.Tails, func(t tail) bool { return t.Name == name })
+	})
+	if err != nil || needed {
 		return false, err
-	}
-	for _, t := range s.Tails {
-		if known && t.Name == name {
-			return false, nil
-		}
 	}
 	if err := st.change(ctx); err != nil {
 		return false, err

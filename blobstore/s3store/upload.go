@@ -185,7 +185,7 @@ func (u *upload) Finish(ctx context.Context, off int64, r io.Reader, want identi
 }
 
 func (u *upload) finish(ctx context.Context, s *session, r io.Reader, want identity.Digest) (blobstore.Info, error) {
-	if s.cur.Target.IsZero() && s.cur.Multipart == "" {
+	if s.cur.Hint.IsZero() && s.cur.Multipart == "" {
 		s.cur.Target = want
 	}
 	err := s.receive(ctx, r)
@@ -215,6 +215,9 @@ func (u *upload) commit(ctx context.Context, s *session, want identity.Digest) (
 // publish stores, confirms and shows what was received, and removes what is left of the upload.
 func (s *session) publish(ctx context.Context, want identity.Digest) (i blobstore.Info, err error) {
 	ctx = context.WithoutCancel(ctx)
+	if err := s.st.change(ctx); err != nil {
+		return i, err
+	}
 	if err := s.store(ctx, want); err != nil {
 		return i, err
 	}

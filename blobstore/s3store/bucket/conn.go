@@ -1,6 +1,8 @@
 package bucket
 
 import (
+	"bytes"
+	"cmp"
 	"context"
 	"crypto/tls"
 	"crypto/x509"
@@ -21,6 +23,8 @@ import (
 const (
 	// stallLimit is how long a request may make no progress in either direction before it is tried again.
 	stallLimit = 30 * time.Second
+	// assemblyLimit is the same where a server may copy all bytes of an object before it says a word.
+	assemblyLimit = 10 * time.Minute
 	// Attempts is how often a request is made, with growing random pauses of up to a second, if the server can't be
 	// reached, is overloaded (429, 503 SlowDown) or fails (5xx).
 	Attempts = 8
@@ -28,62 +32,84 @@ const (
 	socketBuffer = 256 << 10
 )
 
+// Options are choices of Dial. The zero Options are the usual ones.
+type Options struct {
+	// Transport, if set, stands between the client and the network.
+	Transport func(http.RoundTripper) http.RoundTripper
+	// Tries is how often a request is made that fails for a reason that may pass. Zero means Attempts.
+	Tries int
+	// Stall and Assembly are other limits than the usual ones for a request without progress, and for Complete.
+	Stall, Assembly time.Duration
+}
+
 // Bucket makes requests to one bucket. It is safe for concurrent use.
 type Bucket struct {
 	Config
-	core minio.Core
-	skew *atomic.Int64 // nanoseconds that the server's clock was ahead of ours in its last refusal
-	idle func()        // closes connections that nothing goes over
+	core    minio.Core
+	patient minio.Core    // for what a server may take long to answer
+	skew    *atomic.Int64 // nanoseconds that the server's clock was ahead of ours in its last refusal
+	idle    func()        // closes connections that nothing goes over
 }
 
-// Dial returns a Bucket, and makes no request yet. wrap, if set, stands between the client and the network; tries of
-// zero means Attempts.
-func Dial(c Config, wrap func(http.RoundTripper) http.RoundTripper, tries int) (*Bucket, error) {
-	if tries == 0 {
-		tries = Attempts
-	}
-	transport, err := newTransport(c)
+// Dial returns a Bucket, and makes no request yet.
+func Dial(c Config, o Options) (*Bucket, error) {
+	pool, err := roots(c)
 	if err != nil {
 		return nil, err
 	}
-	b := &Bucket{Config: c, skew: new(atomic.Int64), idle: transport.CloseIdleConnections}
-	var rt http.RoundTripper = clockWatch{transport, b.skew}
-	if wrap != nil {
-		rt = wrap(rt)
+	usual, long := newTransport(pool, cmp.Or(o.Stall, stallLimit)), newTransport(pool, cmp.Or(o.Assembly, assemblyLimit))
+	b := &Bucket{Config: c, skew: new(atomic.Int64), idle: func() {
+		usual.CloseIdleConnections()
+		long.CloseIdleConnections()
+	}}
+	creds := credentials.New(&providers{all: sources(c.region(), usual)})
+	if b.core, err = b.client(usual, creds, o); err != nil {
+		return nil, err
 	}
-	core, err := minio.NewCore(c.Endpoint, &minio.Options{
-		Creds:        credentials.New(&providers{all: chain(c.region())}),
-		Secure:       !c.Insecure,
+	b.patient, err = b.client(long, creds, o)
+	return b, err
+}
+
+func (b *Bucket) client(transport *http.Transport, creds *credentials.Credentials, o Options) (minio.Core, error) {
+	var rt http.RoundTripper = refusals{transport, b.skew, creds.Expire}
+	if o.Transport != nil {
+		rt = o.Transport(rt)
+	}
+	core, err := minio.NewCore(b.Endpoint, &minio.Options{
+		Creds:        creds,
+		Secure:       !b.Insecure,
 		Transport:    rt,
-		Region:       c.region(),
-		BucketLookup: c.addressing,
-		MaxRetries:   tries,
+		Region:       b.region(),
+		BucketLookup: b.addressing,
+		MaxRetries:   cmp.Or(o.Tries, Attempts),
 	})
 	if err != nil {
-		return nil, fmt.Errorf("%s: %w", c, err)
+		return minio.Core{}, fmt.Errorf("%s: %w", b, err)
 	}
-	b.core = *core
-	return b, nil
+	return *core, nil
 }
 
 // CloseIdle closes connections that nothing goes over.
 func (b *Bucket) CloseIdle() { b.idle() }
 
-func newTransport(c Config) (*http.Transport, error) {
-	roots, err := x509.SystemCertPool()
+// roots returns the certificates that are trusted.
+func roots(c Config) (*x509.CertPool, error) {
+	pool, err := x509.SystemCertPool()
+	if err != nil || c.CAFile == "" {
+		return pool, err
+	}
+	pem, err := os.ReadFile(c.CAFile)
 	if err != nil {
-		return nil, err
+		return nil, fmt.Errorf("%s: read certificates: %w", c, err)
 	}
-	if c.CAFile != "" {
-		pem, err := os.ReadFile(c.CAFile)
-		if err != nil {
-			return nil, fmt.Errorf("%s: read certificates: %w", c, err)
-		}
-		if !roots.AppendCertsFromPEM(pem) {
-			return nil, fmt.Errorf("%s: %s holds no certificate in PEM form", c, c.CAFile)
-		}
+	if !pool.AppendCertsFromPEM(pem) {
+		return nil, fmt.Errorf("%s: %s holds no certificate in PEM form", c, c.CAFile)
 	}
-	d := net.Dialer{Timeout: 10 * time.Second, KeepAlive: 15 * time.Second}
+	return pool, nil
+}
+
+func newTransport(roots *x509.CertPool, stall time.Duration) *http.Transport {
+	d := net.Dialer{Timeout: 5 * time.Second, KeepAlive: 15 * time.Second}
 	return &http.Transport{
 		Proxy: http.ProxyFromEnvironment,
 		DialContext: func(ctx context.Context, network, addr string) (net.Conn, error) {
@@ -91,7 +117,7 @@ func newTransport(c Config) (*http.Transport, error) {
 			if err != nil {
 				return nil, err
 			}
-			return watched{nc}, nil
+			return watched{nc, stall}, nil
 		},
 		TLSClientConfig:     &tls.Config{RootCAs: roots, MinVersion: tls.VersionTLS12},
 		TLSHandshakeTimeout: 10 * time.Second,
@@ -100,12 +126,15 @@ func newTransport(c Config) (*http.Transport, error) {
 		ReadBufferSize:      socketBuffer,
 		WriteBufferSize:     socketBuffer,
 		DisableCompression:  true,
-	}, nil
+	}
 }
 
 // watched is a connection on which reads and writes fail once neither has made progress for a while. The two extend
 // each other: an answer may be waited for while a body is still being sent.
-type watched struct{ net.Conn }
+type watched struct {
+	net.Conn
+	stall time.Duration
+}
 
 func (w watched) Read(b []byte) (int, error) {
 	w.extend()
@@ -150,64 +179,46 @@ func (p *inPieces) Write(b []byte) (n int, err error) {
 	return n, err
 }
 
-func (w watched) extend() { _ = w.SetDeadline(time.Now().Add(stallLimit)) } // fails on a closed connection only
+func (w watched) extend() { _ = w.SetDeadline(time.Now().Add(w.stall)) } // fails on a closed connection only
 
-// clockWatch notes by how much the clock of a server that refuses a request differs from ours.
-type clockWatch struct {
+// refusals looks at what a server answers when it refuses a request, and at why it can't be reached.
+type refusals struct {
 	http.RoundTripper
-	skew *atomic.Int64
+	skew    *atomic.Int64 // by how much the server's clock differs from ours
+	expired func()        // is told that the server no longer takes the credentials
 }
 
-func (c clockWatch) RoundTrip(req *http.Request) (*http.Response, error) {
-	resp, err := c.RoundTripper.RoundTrip(req)
-	if err == nil && resp.StatusCode == http.StatusForbidden {
-		if at, err := http.ParseTime(resp.Header.Get("Date")); err == nil {
-			c.skew.Store(int64(time.Until(at)))
+func (f refusals) RoundTrip(req *http.Request) (*http.Response, error) {
+	resp, err := f.RoundTripper.RoundTrip(req)
+	if err != nil {
+		// minio-go knows by its type, bare, that trying again is of no use.
+		if unknown := (x509.UnknownAuthorityError{}); errors.As(err, &unknown) {
+			return nil, unknown
 		}
+		return nil, err
 	}
-	return resp, err
+	if resp.StatusCode != http.StatusForbidden && resp.StatusCode != http.StatusBadRequest {
+		return resp, nil
+	}
+	if at, err := http.ParseTime(resp.Header.Get("Date")); err == nil {
+		f.skew.Store(int64(time.Until(at)))
+	}
+	const enough = 64 << 10
+	body, err := io.ReadAll(io.LimitReader(resp.Body, enough))
+	if bytes.Contains(body, []byte("<Code>ExpiredToken")) {
+		f.expired()
+	}
+	resp.Body = struct {
+		io.Reader
+		io.Closer
+	}{io.MultiReader(bytes.NewReader(body), failing{err}, resp.Body), resp.Body}
+	return resp, nil
 }
 
-// chain returns where credentials may come from. The last one knows web identity and the roles of containers and
-// machines.
-func chain(region string) []credentials.Provider {
-	return []credentials.Provider{
-		&credentials.EnvAWS{}, &credentials.EnvMinio{}, &credentials.FileAWSCredentials{}, &credentials.IAM{Region: region},
-	}
-}
+// failing reads as an error, or as nothing if there is none.
+type failing struct{ err error }
 
-// providers asks one provider after the other. Unlike the chain of minio-go it does not go on without credentials when
-// there are none, and it says why each had none.
-type providers struct {
-	all     []credentials.Provider
-	current credentials.Provider
-}
-
-var errNoCredentials = errors.New("no credentials were found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, " +
-	"or use a credentials file, web identity or an instance role")
-
-// Retrieve implements credentials.Provider.
-func (p *providers) Retrieve() (credentials.Value, error) { return p.RetrieveWithCredContext(nil) }
-
-// RetrieveWithCredContext implements credentials.Provider.
-func (p *providers) RetrieveWithCredContext(cc *credentials.CredContext) (credentials.Value, error) {
-	var why error
-	for _, one := range p.all {
-		v, err := one.RetrieveWithCredContext(cc)
-		if err == nil && v.AccessKeyID != "" && v.SecretAccessKey != "" {
-			p.current = one
-			return v, nil
-		}
-		why = err // the last one is the only one whose failure is not just an absence
-	}
-	if why == nil {
-		return credentials.Value{}, errNoCredentials
-	}
-	return credentials.Value{}, fmt.Errorf("%w (%w)", errNoCredentials, why)
-}
-
-// IsExpired implements credentials.Provider.
-func (p *providers) IsExpired() bool { return p.current == nil || p.current.IsExpired() }
+func (f failing) Read([]byte) (int, error) { return 0, cmp.Or(f.err, io.EOF) }
 
 // Pause waits before another try, longer with each, by a random part of a second at most. It returns the error of ctx.
 func Pause(ctx context.Context, tries int) error {

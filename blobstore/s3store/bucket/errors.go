@@ -3,9 +3,12 @@ package bucket
 import (
 	"cmp"
 	"context"
+	"crypto/x509"
 	"errors"
 	"fmt"
 	"net/http"
+	"net/url"
+	"strings"
 	"time"
 
 	"github.com/minio/minio-go/v7"
@@ -21,7 +24,25 @@ var (
 	ErrParts    = errors.New("the server no longer has the parts as they were sent")
 	// ErrChanged: what the server stored, or would have, is not what was sent, also after trying again.
 	ErrChanged = fmt.Errorf("%w: bytes were changed on their way to the server", blobstore.ErrUnavailable)
+
+	// Transient, as ErrChanged is, and not known as that to the client.
+	errBroken = errors.New("the answer broke off")
+	errBusy   = fmt.Errorf("%w: the server refuses the request for another one", blobstore.ErrUnavailable)
 )
+
+// persist makes a request again while it fails for a reason that may pass and that the client does not know as one.
+func persist(ctx context.Context, request func() error) error {
+	for tries := 1; ; tries++ {
+		err := request()
+		passing := errors.Is(err, errBroken) || errors.Is(err, errBusy) || errors.Is(err, ErrChanged)
+		if !passing || tries >= Attempts {
+			return err
+		}
+		if err := Pause(ctx, tries); err != nil {
+			return err
+		}
+	}
+}
 
 // action is what a request does, in the words of a bucket's policy.
 type action string
@@ -36,8 +57,10 @@ const (
 )
 
 // explain makes the error of a request to key one that says what to do, or one to act upon.
-func (b *Bucket) explain(a action, key string, err error) error {
-	if err == nil || errors.Is(err, context.Canceled) || errors.Is(err, context.DeadlineExceeded) {
+func (b *Bucket) explain(ctx context.Context, a action, key string, err error) error {
+	// A deadline of the network's is an error of the same name.
+	ended := errors.Is(err, context.Canceled) || errors.Is(err, context.DeadlineExceeded) && ctx.Err() != nil
+	if err == nil || ended {
 		return err
 	}
 	if errors.Is(err, errNoCredentials) {
@@ -45,14 +68,14 @@ func (b *Bucket) explain(a action, key string, err error) error {
 	}
 	var e minio.ErrorResponse
 	if !errors.As(err, &e) {
-		return fmt.Errorf("%w: %s at %s: %w", blobstore.ErrUnavailable, b, b.Endpoint, err)
+		return b.unanswered(err)
 	}
 	switch e.Code {
 	case "NoSuchKey":
 		return fmt.Errorf("%s: %w", key, ErrAbsent)
 	case "NoSuchUpload":
 		return fmt.Errorf("%s: %w", key, ErrNoUpload)
-	case "PreconditionFailed", "ConditionalRequestConflict", "OperationAborted":
+	case "PreconditionFailed":
 		return fmt.Errorf("%s: %w", key, ErrConflict)
 	case "InvalidPart", "InvalidPartOrder", "EntityTooSmall":
 		return fmt.Errorf("%s: %w: %s", key, ErrParts, e.Message)
@@ -69,13 +92,34 @@ func (b *Bucket) explain(a action, key string, err error) error {
 	switch {
 	case e.StatusCode == http.StatusNotFound:
 		return fmt.Errorf("%s: %w", key, ErrAbsent)
-	case e.StatusCode == http.StatusPreconditionFailed || e.StatusCode == http.StatusConflict:
+	case e.StatusCode == http.StatusPreconditionFailed:
 		return fmt.Errorf("%s: %w", key, ErrConflict)
-	case e.StatusCode >= 500 || e.StatusCode == http.StatusTooManyRequests:
+	case e.StatusCode == http.StatusConflict: // two requests at a time, in most cases
+		return fmt.Errorf("%s: %w: %s: %s", key, errBusy, e.Code, e.Message)
+	case e.StatusCode >= 500 || e.StatusCode == http.StatusTooManyRequests || e.Code == "RequestTimeout",
+		e.StatusCode == http.StatusOK: // an error may come inside an answer that began well
 		return fmt.Errorf("%w: %s at %s: %d %s: %s",
 			blobstore.ErrUnavailable, a, b.Endpoint, e.StatusCode, e.Code, e.Message)
 	}
 	return fmt.Errorf("%s on %s/%s: %d %s: %w", a, b, key, e.StatusCode, e.Code, err)
+}
+
+// unanswered explains why there was no answer, or none that can be read.
+func (b *Bucket) unanswered(err error) error {
+	var sent *url.Error
+	if !errors.As(err, &sent) {
+		return fmt.Errorf("%w: %s at %s: %w: %w", blobstore.ErrUnavailable, b, b.Endpoint, errBroken, err)
+	}
+	var unknown x509.UnknownAuthorityError
+	switch {
+	case errors.As(err, &unknown):
+		return fmt.Errorf("%s has a certificate of an authority that this machine does not trust: "+
+			"put ca-file=PATH of the authority's certificate into the URL of the store (%w)", b.Endpoint, err)
+	case errors.Is(err, http.ErrSchemeMismatch):
+		return fmt.Errorf("%s speaks plain HTTP: put endpoint=http://%s into the URL of the store (%w)",
+			b.Endpoint, b.Endpoint, err)
+	}
+	return fmt.Errorf("%w: %s at %s: %w", blobstore.ErrUnavailable, b, b.Endpoint, err)
 }
 
 // refused explains what only the one who runs the registry can put right.
@@ -85,7 +129,12 @@ func (b *Bucket) refused(a action, key string, e minio.ErrorResponse) error {
 		return fmt.Errorf("there is no bucket %q at %s: make it first, or check the name and the endpoint",
 			b.Bucket, b.Endpoint)
 	case "AccessDenied", "AllAccessDisabled":
-		return fmt.Errorf("these credentials may not %s on %s/%s: a policy must allow it (%s)", a, b, key, e.Message)
+		also := ""
+		if a == getObject {
+			also = ", and s3:ListBucket for objects that are not there"
+		}
+		return fmt.Errorf("these credentials may not %s on %s/%s: a policy must allow it%s (%s)",
+			a, b, key, also, e.Message)
 	case "InvalidAccessKeyId", "InvalidToken", "ExpiredToken", "InvalidClientTokenId":
 		return fmt.Errorf("%s does not know these credentials (%s: %s): check AWS_ACCESS_KEY_ID and its kin",
 			b.Endpoint, e.Code, e.Message)
@@ -93,12 +142,16 @@ func (b *Bucket) refused(a action, key string, e minio.ErrorResponse) error {
 		return fmt.Errorf("%s refuses the signature: AWS_SECRET_ACCESS_KEY is not that of AWS_ACCESS_KEY_ID, "+
 			"or a proxy changes requests", b.Endpoint)
 	case "RequestTimeTooSkewed":
-		now := time.Now()
-		return fmt.Errorf("the clock of this machine is off: it says %s, %s says %s: set it right",
-			now.UTC().Format(time.DateTime), b.Endpoint, now.Add(time.Duration(b.skew.Load())).UTC().Format(time.DateTime))
+		skew := time.Duration(b.skew.Load()).Round(time.Second)
+		now := time.Now().UTC()
+		return fmt.Errorf("the clock of this machine says %s and that of %s says %s, %s apart: set the wrong one right",
+			now.Format(time.DateTime), b.Endpoint, now.Add(skew).Format(time.DateTime), skew.Abs())
 	case "PermanentRedirect", "AuthorizationHeaderMalformed", "InvalidRegion", "IllegalLocationConstraintException":
 		return fmt.Errorf("bucket %q at %s is not in region %q: put region=%s into the URL of the store (%s)",
 			b.Bucket, b.Endpoint, b.region(), cmp.Or(e.Region, "…"), e.Message)
+	}
+	if e.StatusCode == http.StatusBadRequest && strings.Contains(e.Message, "HTTP request to an HTTPS server") {
+		return fmt.Errorf("%s speaks HTTPS: put endpoint=https://%s into the URL of the store", b.Endpoint, b.Endpoint)
 	}
 	return nil
 }

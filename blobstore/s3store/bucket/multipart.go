@@ -38,52 +38,53 @@ type Multipart struct {
 
 // Begin begins a multipart upload.
 func (b *Bucket) Begin(ctx context.Context, key string) (id string, err error) {
-	id, err = b.core.NewMultipartUpload(ctx, b.Bucket, key, minio.PutObjectOptions{
-		ServerSideEncryption: b.sse,
-		UserMetadata:         map[string]string{"X-Amz-Checksum-Algorithm": "CRC32C"},
+	err = persist(ctx, func() (err error) {
+		id, err = b.core.NewMultipartUpload(ctx, b.Bucket, key, minio.PutObjectOptions{
+			ServerSideEncryption: b.sse,
+			UserMetadata:         map[string]string{"X-Amz-Checksum-Algorithm": "CRC32C"},
+		})
+		if err == nil && id == "" {
+			err = errors.New("the server gave no name of the upload")
+		}
+		return b.explain(ctx, putObject, key, err)
 	})
-	return id, b.explain(putObject, key, err)
+	return id, err
 }
 
 // PutPart stores a part, counted from 1, whose CRC-32C is known. The server checks it. ErrNoUpload; ErrChanged if the
 // server says that it stored something else.
-func (b *Bucket) PutPart(ctx context.Context, key, id string, n int, body []byte, crc uint32) (Part, error) {
-	for tries := 0; ; tries++ {
-		p, err := b.putPart(ctx, key, id, n, body, crc)
-		if !errors.Is(err, ErrChanged) || tries+1 >= Attempts {
-			return p, err
-		}
-		if err := Pause(ctx, tries); err != nil {
-			return p, err
-		}
-	}
-}
-
-func (b *Bucket) putPart(ctx context.Context, key, id string, n int, body []byte, crc uint32) (p Part, err error) {
+func (b *Bucket) PutPart(
+	ctx context.Context, key, id string, n int, body []byte, crc uint32,
+) (p Part, err error) {
 	sum := encodeCRC(crc)
-	stored, err := b.core.PutObjectPart(ctx, b.Bucket, key, id, n, bytes.NewReader(body), int64(len(body)),
-		minio.PutObjectPartOptions{
-			CustomHeader: http.Header{"X-Amz-Checksum-Crc32c": {sum}}, DisableContentSha256: true,
-		})
-	if err != nil {
-		return p, b.explain(putObject, key, err)
+	o := minio.PutObjectPartOptions{
+		CustomHeader: http.Header{"X-Amz-Checksum-Crc32c": {sum}}, DisableContentSha256: true,
 	}
-	if stored.ChecksumCRC32C != "" && stored.ChecksumCRC32C != sum {
-		return p, fmt.Errorf("part %d of %s: %w: it says CRC-32C %s, sent was %s",
-			n, key, ErrChanged, stored.ChecksumCRC32C, sum)
-	}
-	return Part{stored.ETag, crc}, nil
+	err = persist(ctx, func() error {
+		stored, err := b.core.PutObjectPart(ctx, b.Bucket, key, id, n, bytes.NewReader(body), int64(len(body)), o)
+		if err == nil && stored.ChecksumCRC32C != "" && stored.ChecksumCRC32C != sum {
+			return fmt.Errorf("part %d of %s: %w: it says CRC-32C %s, sent was %s",
+				n, key, ErrChanged, stored.ChecksumCRC32C, sum)
+		}
+		p = Part{stored.ETag, crc}
+		return b.explain(ctx, putObject, key, err)
+	})
+	return p, err
 }
 
 // Complete makes an object of the parts, which the server checks again, and returns what the server says of it: what
-// Checksum says of the parts, or nothing. ErrNoUpload, ErrParts.
+// Checksum says of the parts, or nothing. ErrNoUpload, also if an earlier try has made it; ErrParts.
 func (b *Bucket) Complete(ctx context.Context, key, id string, parts []Part) (checksum string, err error) {
 	list := make([]minio.CompletePart, len(parts))
 	for i, p := range parts {
 		list[i] = minio.CompletePart{PartNumber: i + 1, ETag: p.ETag, ChecksumCRC32C: encodeCRC(p.CRC)}
 	}
-	u, err := b.core.CompleteMultipartUpload(ctx, b.Bucket, key, id, list, minio.PutObjectOptions{})
-	return u.ChecksumCRC32C, b.explain(putObject, key, err)
+	err = persist(ctx, func() error {
+		u, err := b.patient.CompleteMultipartUpload(ctx, b.Bucket, key, id, list, minio.PutObjectOptions{})
+		checksum = u.ChecksumCRC32C
+		return b.explain(ctx, putObject, key, err)
+	})
+	return checksum, err
 }
 
 // Checksum is what a server says of an object in parts: the CRC-32C of the parts' CRC-32C, and their number.
@@ -101,7 +102,9 @@ func encodeCRC(crc uint32) string {
 
 // Abort drops a multipart upload. It is no error if there is none.
 func (b *Bucket) Abort(ctx context.Context, key, id string) error {
-	err := b.explain(abortUpload, key, b.core.AbortMultipartUpload(ctx, b.Bucket, key, id))
+	err := persist(ctx, func() error {
+		return b.explain(ctx, abortUpload, key, b.core.AbortMultipartUpload(ctx, b.Bucket, key, id))
+	})
 	if errors.Is(err, ErrNoUpload) || errors.Is(err, ErrAbsent) {
 		return nil
 	}
@@ -113,9 +116,13 @@ func (b *Bucket) Multiparts(ctx context.Context, prefix string) iter.Seq2[Multip
 	return func(yield func(Multipart, error) bool) {
 		key, id := "", ""
 		for more := true; more; {
-			page, err := b.core.ListMultipartUploads(ctx, b.Bucket, prefix, key, id, "", 1000)
+			var page minio.ListMultipartUploadsResult
+			err := persist(ctx, func() (err error) {
+				page, err = b.core.ListMultipartUploads(ctx, b.Bucket, prefix, key, id, "", 1000)
+				return b.explain(ctx, listUploads, prefix, err)
+			})
 			if err != nil {
-				yield(Multipart{}, b.explain(listUploads, prefix, err))
+				yield(Multipart{}, err)
 				return
 			}
 			for _, u := range page.Uploads {

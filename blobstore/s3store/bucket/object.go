@@ -47,12 +47,18 @@ func (b *Bucket) Key(parts ...string) string {
 	return strings.Join(parts, "/")
 }
 
-// Get reads an object of at most limit bytes. ErrAbsent.
-func (b *Bucket) Get(ctx context.Context, key string, limit int64) (o Object, err error) {
-	for tries := 0; ; tries++ {
-		o, err = b.getOnce(ctx, key, limit)
-		// The client tries again what fails before the answer begins; this is for answers that break off.
-		if err == nil || !errors.Is(err, errBroken) || tries+1 >= Attempts {
+// Get reads an object of at most limit bytes. sound, if set, says whether they are what was put: if not, the object is
+// asked for again, and at last returned with sound's error. ErrAbsent.
+func (b *Bucket) Get(ctx context.Context, key string, limit int64, sound func([]byte) error) (o Object, err error) {
+	for tries := 1; ; tries++ {
+		err = persist(ctx, func() (err error) {
+			o, err = b.getOnce(ctx, key, limit)
+			return err
+		})
+		if err != nil || sound == nil {
+			return o, err
+		}
+		if err = sound(o.Body); err == nil || tries >= soundAttempts {
 			return o, err
 		}
 		if err := Pause(ctx, tries); err != nil {
@@ -61,25 +67,30 @@ func (b *Bucket) Get(ctx context.Context, key string, limit int64) (o Object, er
 	}
 }
 
-var errBroken = errors.New("the answer broke off")
+// soundAttempts is how often an object is read that is not what was put. It may have changed on its way, or for good.
+const soundAttempts = 3
 
 func (b *Bucket) getOnce(ctx context.Context, key string, limit int64) (o Object, err error) {
 	body, info, header, err := b.core.GetObject(ctx, b.Bucket, key, minio.GetObjectOptions{})
 	if err != nil {
-		return o, b.explain(getObject, key, err)
+		return o, b.explain(ctx, getObject, key, err)
 	}
 	defer body.Close()
-	if info.Size > limit {
-		return o, fmt.Errorf("%s has %d bytes: at most %d were expected", key, info.Size, limit)
-	}
-	o = Object{Body: make([]byte, info.Size), ETag: info.ETag, Modified: info.LastModified}
+	o = Object{ETag: info.ETag, Modified: info.LastModified}
 	if now, err := http.ParseTime(header.Get("Date")); err == nil {
 		o.Age = now.Sub(o.Modified)
 	}
-	if _, err := io.ReadFull(body, o.Body); err != nil {
-		return o, errors.Join(errBroken, b.explain(getObject, key, err))
+	if info.Size < 0 { // the server doesn't say
+		o.Body, err = io.ReadAll(io.LimitReader(body, limit+1))
+		info.Size = int64(len(o.Body))
+	} else if info.Size <= limit {
+		o.Body = make([]byte, info.Size)
+		_, err = io.ReadFull(body, o.Body)
 	}
-	return o, nil
+	if info.Size > limit {
+		return o, fmt.Errorf("%s has %d bytes: at most %d were expected", key, info.Size, limit)
+	}
+	return o, b.explain(ctx, getObject, key, err)
 }
 
 // Range begins to read n bytes, at least one, of an object from off, and returns how many there are: as many, or fewer
@@ -90,7 +101,7 @@ func (b *Bucket) Range(ctx context.Context, key string, off, n int64) (r io.Read
 		return nil, 0, err
 	}
 	r, info, _, err := b.core.GetObject(ctx, b.Bucket, key, o)
-	return r, info.Size, b.explain(getObject, key, err)
+	return r, info.Size, b.explain(ctx, getObject, key, err)
 }
 
 // Put writes an object, whole, and returns its ETag. The server checks the bytes. ErrConflict if the condition does not
@@ -112,40 +123,31 @@ func (b *Bucket) Put(ctx context.Context, key string, body []byte, only Conditio
 func (b *Bucket) PutVerified(
 	ctx context.Context, key string, body []byte, sum identity.Digest,
 ) (confirmed bool, err error) {
-	for tries := 0; ; tries++ {
-		u, err := b.put(ctx, key, body, sum, minio.PutObjectOptions{})
-		switch said := encode(sum); {
-		case err == nil && u.ChecksumSHA256 == "":
-			return false, nil
-		case err == nil && u.ChecksumSHA256 == said:
-			return true, nil
-		case err == nil:
-			err = fmt.Errorf("%s: %w: it says SHA-256 %s, sent was %s", key, ErrChanged, u.ChecksumSHA256, said)
-		}
-		if !errors.Is(err, ErrChanged) || tries+1 >= Attempts {
-			return false, err
-		}
-		if err := Pause(ctx, tries); err != nil {
-			return false, err
-		}
-	}
+	u, err := b.put(ctx, key, body, sum, minio.PutObjectOptions{})
+	return u.ChecksumSHA256 != "", err
 }
 
 func encode(sum identity.Digest) string { return base64.StdEncoding.EncodeToString(sum[:]) }
 
 func (b *Bucket) put(
 	ctx context.Context, key string, body []byte, sum identity.Digest, o minio.PutObjectOptions,
-) (minio.UploadInfo, error) {
+) (u minio.UploadInfo, err error) {
 	o.ServerSideEncryption = b.sse
 	o.DisableContentSha256 = true // or the client would hash the body again, piece by piece
 	o.UserMetadata = map[string]string{"x-amz-checksum-sha256": encode(sum)}
-	u, err := b.core.PutObject(ctx, b.Bucket, key, bytes.NewReader(body), int64(len(body)), "", sum.Hex(), o)
-	return u, b.explain(putObject, key, err)
+	err = persist(ctx, func() (err error) {
+		u, err = b.core.PutObject(ctx, b.Bucket, key, bytes.NewReader(body), int64(len(body)), "", sum.Hex(), o)
+		if err == nil && u.ChecksumSHA256 != "" && u.ChecksumSHA256 != encode(sum) {
+			return fmt.Errorf("%s: %w: it says SHA-256 %s, sent was %s", key, ErrChanged, u.ChecksumSHA256, encode(sum))
+		}
+		return b.explain(ctx, putObject, key, err)
+	})
+	return u, err
 }
 
 // Remove deletes an object. It is no error if there is none.
 func (b *Bucket) Remove(ctx context.Context, key string) error {
-	err := b.explain(delObject, key, b.core.RemoveObject(ctx, b.Bucket, key, minio.RemoveObjectOptions{}))
+	err := b.explain(ctx, delObject, key, b.core.RemoveObject(ctx, b.Bucket, key, minio.RemoveObjectOptions{}))
 	if errors.Is(err, ErrAbsent) {
 		return nil
 	}
@@ -155,19 +157,42 @@ func (b *Bucket) Remove(ctx context.Context, key string) error {
 // Head describes an object. ErrAbsent.
 func (b *Bucket) Head(ctx context.Context, key string) (Entry, error) {
 	i, err := b.core.StatObject(ctx, b.Bucket, key, minio.StatObjectOptions{Checksum: true})
-	return Entry{key, i.Size, i.LastModified, i.ChecksumCRC32C}, b.explain(getObject, key, err)
+	return Entry{key, i.Size, i.LastModified, i.ChecksumCRC32C}, b.explain(ctx, getObject, key, err)
 }
 
 // List yields the objects whose keys begin with prefix and come after another key, in ascending order. A page of the
-// server's listing has limit objects, or as many as it likes for 0.
+// server's listing has limit objects, or as many as it likes for 0. A listing that breaks off is gone on with.
 func (b *Bucket) List(ctx context.Context, prefix, after string, limit int) iter.Seq2[Entry, error] {
 	return func(yield func(Entry, error) bool) {
-		o := minio.ListObjectsOptions{Prefix: prefix, StartAfter: after, Recursive: true, MaxKeys: limit}
-		for i := range b.core.ListObjectsIter(ctx, b.Bucket, o) {
-			e := Entry{Key: i.Key, Size: i.Size, Modified: i.LastModified}
-			if !yield(e, b.explain(listBucket, prefix, i.Err)) || i.Err != nil {
-				return
+		for tries := 1; ; tries++ {
+			err := b.list(ctx, prefix, after, limit, func(e Entry) bool {
+				after, tries = e.Key, 1
+				return yield(e, nil)
+			})
+			if errors.Is(err, errBroken) && tries < Attempts {
+				err = Pause(ctx, tries)
+				if err == nil {
+					continue
+				}
 			}
+			if err != nil {
+				yield(Entry{}, err)
+			}
+			return
 		}
 	}
+}
+
+// list calls yield until it returns false.
+func (b *Bucket) list(ctx context.Context, prefix, after string, limit int, yield func(Entry) bool) error {
+	o := minio.ListObjectsOptions{Prefix: prefix, StartAfter: after, Recursive: true, MaxKeys: limit}
+	for i := range b.core.ListObjectsIter(ctx, b.Bucket, o) {
+		if i.Err != nil {
+			return b.explain(ctx, listBucket, prefix, i.Err)
+		}
+		if !yield(Entry{Key: i.Key, Size: i.Size, Modified: i.LastModified}) {
+			return nil
+		}
+	}
+	return ctx.Err() // or a listing that was given up would pass for a short one
 }
