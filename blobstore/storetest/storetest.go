@@ -196,11 +196,15 @@ func (e *env) openBlob(d identity.Digest, off, n int64) io.ReadCloser {
 
 func (e *env) read(d identity.Digest) []byte {
 	e.Helper()
-	r := e.openBlob(d, 0, -1)
-	b, err := io.ReadAll(r)
+	i, err := e.st.Stat(e.ctx, d)
+	e.must(err)
+	r, err := e.st.Open(e.ctx, i, 0, -1)
+	e.must(err)
+	b := bytes.NewBuffer(make([]byte, 0, i.Size+bytes.MinRead)) // which grows no more
+	_, err = b.ReadFrom(struct{ io.Reader }{r})
 	e.must(err)
 	e.must(r.Close())
-	return b
+	return b.Bytes()
 }
 
 // holds checks that b is a blob of the store, whole.
