@@ -179,6 +179,7 @@ type Health struct {
 	Model              string            `json:"model,omitempty"`
 	BaseWeightIdentity *identity.Summary `json:"base_weight_identity"` // null: none is loaded
 	Checks             []Check           `json:"checks"`
+	Quarantined        int               `json:"quarantined_blobs,omitempty"` // damaged, and not served until pushed again
 }
 
 // Check is one condition of health.

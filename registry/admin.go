@@ -5,6 +5,8 @@ import (
 	"encoding/json"
 	"io"
 	"net/http"
+
+	"github.com/kiln-registry/kiln-registry/registry/upkeep"
 )
 
 // Export writes what the registry has acknowledged, one JSON object a line: all manifests, then all tags.
@@ -26,6 +28,9 @@ func (r *Registry) Export(ctx context.Context, w io.Writer) error {
 //
 //	GET  /export   what Export writes
 //	POST /reindex  Reindex; answers when it has ended
+//	GET  /health   Health
+//
+// and what upkeep.Handler has.
 func (r *Registry) Admin() http.Handler {
 	m := http.NewServeMux()
 	m.HandleFunc("GET /export", func(w http.ResponseWriter, q *http.Request) {
@@ -41,5 +46,10 @@ func (r *Registry) Admin() http.Handler {
 			http.Error(w, err.Error(), http.StatusInternalServerError)
 		}
 	})
+	m.HandleFunc("GET /health", func(w http.ResponseWriter, q *http.Request) {
+		w.Header().Set("Content-Type", "application/json")
+		_ = json.NewEncoder(w).Encode(r.Health()) // it fails where the reader is gone
+	})
+	m.Handle("/", upkeep.Handler(r.collector, r.scrubber))
 	return m
 }

@@ -28,6 +28,29 @@ func (r *Registry) StatBlob(
 	return r.statBlob(ctx, repo, d)
 }
 
+// HeadBlob is StatBlob for clients that ask which blobs they need not push. If the caller may push, the blob stays in the
+// repository as if it had been pushed just now, or nearly so.
+func (r *Registry) HeadBlob(
+	ctx context.Context,
+	c access.Caller,
+	repo string,
+	d identity.Digest,
+) (blobstore.Info, error) {
+	if !c.May(access.Push, repo) {
+		return r.StatBlob(ctx, c, repo, d)
+	}
+	defer r.locks.Hold(d)()
+	i, err := r.StatBlob(ctx, c, repo, d)
+	if err != nil {
+		return i, err
+	}
+	until, err := r.ix.LinkedUntil(ctx, repo, d)
+	if err != nil || until.Sub(r.now()) >= r.lease/2 {
+		return i, err
+	}
+	return i, r.link(ctx, repo, i)
+}
+
 // statBlob is StatBlob for those who were checked.
 func (r *Registry) statBlob(ctx context.Context, repo string, d identity.Digest) (blobstore.Info, error) {
 	visible, err := r.ix.Visible(ctx, repo, d, r.now())
@@ -65,6 +88,7 @@ func (r *Registry) Mount(
 		return blobstore.Info{}, err
 	}
 	unknown := api.Errorf(api.CodeBlobUnknown, "no repository to mount blob %s from", d)
+	defer r.locks.Hold(d)()
 	if from == "" {
 		for holder, err := range r.ix.Holders(ctx, d, r.now()) {
 			if err != nil {
@@ -86,9 +110,10 @@ func (r *Registry) Mount(
 	return i, r.link(ctx, repo, i)
 }
 
-// link makes a stored blob visible in a repository until a manifest refers to it.
+// link makes a stored blob visible in a repository until a manifest refers to it. The caller holds its digest, since
+// before it saw that the blob is stored.
 func (r *Registry) link(ctx context.Context, repo string, i blobstore.Info, more ...index.Op) error {
-	lease := index.LinkBlob{Repo: repo, Digest: i.Digest, Size: i.Size, Until: r.now().Add(leaseTTL)}
+	lease := index.LinkBlob{Repo: repo, Digest: i.Digest, Size: i.Size, Until: r.now().Add(r.lease)}
 	r.writes.RLock()
 	defer r.writes.RUnlock()
 	return r.ix.Apply(ctx, append(more, lease)...)
@@ -99,7 +124,11 @@ func (r *Registry) getBlob(w *response, q *request) error {
 	if err != nil {
 		return err
 	}
-	i, err := r.StatBlob(q.Context(), q.caller, repo, d)
+	stat := r.StatBlob
+	if q.Method == http.MethodHead {
+		stat = r.HeadBlob
+	}
+	i, err := stat(q.Context(), q.caller, repo, d)
 	if err != nil {
 		return err
 	}

@@ -1,6 +1,7 @@
 package registry
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -167,23 +168,26 @@ func (r *Registry) refuse(w *response, q *request, err error) {
 
 // outcomes is the one place where an error of a part of the registry becomes an error of the API.
 var outcomes = []struct {
-	err  error
-	code api.Code
+	err     error
+	code    api.Code
+	message string // empty: the usual one of the code
 }{
-	{blobstore.ErrNotFound, api.CodeBlobUnknown},
-	{blobstore.ErrUploadUnknown, api.CodeBlobUploadUnknown},
-	{blobstore.ErrUploadBusy, api.CodeUploadBusy},
-	{blobstore.ErrOffset, api.CodeRangeInvalid},
-	{blobstore.ErrDigestMismatch, api.CodeDigestInvalid},
-	{blobstore.ErrSizeMismatch, api.CodeSizeInvalid},
-	{blobstore.ErrNoSpace, api.CodeStoreFull},
-	{blobstore.ErrUnavailable, api.CodeUnavailable},
-	{blobstore.ErrInUse, api.CodeUnavailable},
-	{syscall.ENOSPC, api.CodeStoreFull},
-	{syscall.EDQUOT, api.CodeStoreFull},
-	{index.ErrNotFound, api.CodeManifestUnknown},
-	{index.ErrReferred, api.CodeBlobReferred},
-	{index.ErrCursor, api.CodeParameterInvalid},
+	{blobstore.ErrQuarantined, api.CodeBlobUnknown, "the bytes of this blob are damaged and were set aside; " +
+		"pushing them again heals it"},
+	{blobstore.ErrNotFound, api.CodeBlobUnknown, ""},
+	{blobstore.ErrUploadUnknown, api.CodeBlobUploadUnknown, ""},
+	{blobstore.ErrUploadBusy, api.CodeUploadBusy, ""},
+	{blobstore.ErrOffset, api.CodeRangeInvalid, ""},
+	{blobstore.ErrDigestMismatch, api.CodeDigestInvalid, ""},
+	{blobstore.ErrSizeMismatch, api.CodeSizeInvalid, ""},
+	{blobstore.ErrNoSpace, api.CodeStoreFull, ""},
+	{blobstore.ErrUnavailable, api.CodeUnavailable, ""},
+	{blobstore.ErrInUse, api.CodeUnavailable, ""},
+	{syscall.ENOSPC, api.CodeStoreFull, ""},
+	{syscall.EDQUOT, api.CodeStoreFull, ""},
+	{index.ErrNotFound, api.CodeManifestUnknown, ""},
+	{index.ErrReferred, api.CodeBlobReferred, ""},
+	{index.ErrCursor, api.CodeParameterInvalid, ""},
 }
 
 func asAPI(err error) *api.Error {
@@ -193,7 +197,9 @@ func asAPI(err error) *api.Error {
 	}
 	for _, o := range outcomes {
 		if errors.Is(err, o.err) {
-			return api.Errorf(o.code, "")
+			e := api.Errorf(o.code, "")
+			e.Message = cmp.Or(o.message, e.Message)
+			return e
 		}
 	}
 	return api.AsError(err)
@@ -402,7 +408,7 @@ func (r *Registry) getPing(w *response, q *request) error {
 func (r *Registry) getHealth(w *response, q *request) error {
 	h := r.Health()
 	status := http.StatusOK
-	if h.Status != "ok" {
+	if h.Status == "maintenance" {
 		status = http.StatusServiceUnavailable
 	}
 	return w.json(q, status, h)

@@ -75,6 +75,7 @@ func (r *Registry) PutManifest(
 	if err != nil {
 		return index.Record{}, err
 	}
+	defer r.locks.Hold(m.Refers()...)()
 	if err := r.checkBlobs(ctx, repo, m); err != nil {
 		return index.Record{}, err
 	}
@@ -170,6 +171,9 @@ func (r *Registry) checkBlobs(ctx context.Context, repo string, m classify.Manif
 		if !checked {
 			i, err := r.statBlob(ctx, repo, d.Digest)
 			switch {
+			case errors.Is(err, blobstore.ErrQuarantined):
+				return api.Errorf(api.CodeManifestBlobUnknown, "blob %s%s is damaged here and was set aside: push it again",
+					d.Digest, quoted(missing.Name)).With(missing)
 			case errors.Is(asAPI(err), api.ErrBlobUnknown) && err != nil:
 				return api.Errorf(api.CodeManifestBlobUnknown, "blob %s%s is unknown to repository %s", d.Digest,
 					quoted(missing.Name), repo).With(missing)

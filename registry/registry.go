@@ -21,6 +21,7 @@ import (
 	"github.com/kiln-registry/kiln-registry/blobstore"
 	"github.com/kiln-registry/kiln-registry/index"
 	"github.com/kiln-registry/kiln-registry/registry/access"
+	"github.com/kiln-registry/kiln-registry/registry/upkeep"
 )
 
 const (
@@ -28,8 +29,9 @@ const (
 	// to before it is dropped.
 	uploadTTL   = 7 * 24 * time.Hour
 	uploadQuiet = time.Hour
-	// leaseTTL is how long an uploaded or mounted blob waits in its repository for a manifest that refers to it.
-	leaseTTL = 7 * 24 * time.Hour
+	// defaultLease is how long an uploaded or mounted blob waits in its repository for a manifest that refers to it: as
+	// long as an upload may take, since the first blob of a push waits for the last one.
+	defaultLease = uploadTTL
 	// defaultIdle is how long a request may make no progress.
 	defaultIdle = time.Minute
 )
@@ -43,6 +45,8 @@ type Config struct {
 	Access      *access.Gate
 	Log         *slog.Logger
 	Version     string
+	Lease       time.Duration    // how long a blob that was pushed waits for its manifest; zero: a week
+	VerifyReads bool             // hash blobs that are sent whole, and break off before the end of one that is damaged
 	Clock       func() time.Time // nil: time.Now
 	IdleTimeout time.Duration    // how long a request or an answer may make no progress; zero: one minute
 }
@@ -67,6 +71,13 @@ type Registry struct {
 	kept    watermark
 	large   chan struct{} // has room for one: the classification that holds a large shard index in memory
 	handles sync.Map      // by id: the blobstore.Upload of each upload that this process has used and that has not ended
+
+	lease     time.Duration
+	verify    bool
+	locks     upkeep.Locks // held for a digest while something is made to refer to it
+	collector *upkeep.Collector
+	scrubber  *upkeep.Scrubber
+	aside     aside
 }
 
 // The states of a registry.
@@ -91,6 +102,14 @@ func New(c Config) (*Registry, error) {
 	if r.idle <= 0 {
 		r.idle = defaultIdle
 	}
+	r.verify = c.VerifyReads
+	if r.lease = c.Lease; r.lease <= 0 {
+		r.lease = defaultLease
+	}
+	r.collector = &upkeep.Collector{
+		Store: c.Store, Index: c.Index, Locks: &r.locks, Enter: r.enter, Log: c.Log, Now: r.now,
+	}
+	r.scrubber = upkeep.NewScrubber(c.Store, c.Index, c.Log, r.now, r.aside.changed)
 	r.router = newRouter(r)
 	return r, nil
 }
@@ -112,8 +131,14 @@ func (r *Registry) Health() api.Health {
 			{Name: "accepting_requests", Pass: state == ready},
 		},
 	}
-	if state != ready {
+	n, err := r.aside.count(r.store)
+	h.Quarantined = n
+	h.Checks = append(h.Checks, api.Check{Name: "no_blob_in_quarantine", Pass: n == 0 && err == nil})
+	switch {
+	case state != ready:
 		h.Status = "maintenance"
+	case n > 0 || err != nil:
+		h.Status = "degraded"
 	}
 	return h
 }
@@ -159,6 +184,75 @@ func (r *Registry) purgeIndex(ctx context.Context) error {
 	defer r.writes.RUnlock()
 	_, err := r.ix.Purge(ctx, r.now())
 	return err
+}
+
+// Collector returns what collects the blobs that nothing refers to. It may be used once Replay has ended.
+func (r *Registry) Collector() *upkeep.Collector { return r.collector }
+
+// Scrubber returns what reads the blobs again.
+func (r *Registry) Scrubber() *upkeep.Scrubber { return r.scrubber }
+
+// errBehind: a change was perhaps kept by the store, and not by the index.
+var errBehind = errors.New("the store may hold changes that the index lacks")
+
+// enter keeps the index as it is, and level with the store, until leave: what it does not know then, nothing refers to.
+func (r *Registry) enter(ctx context.Context) (leave func(), err error) {
+	for tries := 0; ; tries++ {
+		r.writes.RLock()
+		if err = r.level(); err == nil {
+			return r.writes.RUnlock, nil
+		}
+		r.writes.RUnlock()
+		if !errors.Is(err, errBehind) || tries > 0 {
+			return nil, err
+		}
+		if err := r.Replay(ctx); err != nil {
+			return nil, err
+		}
+	}
+}
+
+// level says whether the index knows all that the store holds, for those who hold writes.
+func (r *Registry) level() error {
+	switch {
+	case r.state.Load() == starting:
+		return errors.New("the index is being brought level with the store")
+	case r.kept.behind():
+		return errBehind
+	}
+	return nil
+}
+
+// aside counts the blobs in quarantine. The count changes only by what this process does: it owns the store.
+type aside struct {
+	mu    sync.Mutex
+	known bool
+	n     int
+}
+
+// changed says that a blob may have been set aside or healed.
+func (a *aside) changed() {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.known = false
+}
+
+func (a *aside) count(st blobstore.Store) (int, error) {
+	q, ok := st.(blobstore.Quarantine)
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if !ok || a.known {
+		return a.n, nil
+	}
+	n := 0
+	for _, err := range q.Aside(context.Background()) {
+		if err != nil {
+			return a.n, err
+		}
+		n++
+	}
+	a.known, a.n = true, n
+	return n, nil
 }
 
 // watermark knows up to which position of the store every ref is in the index. Refs are kept by many goroutines at a
@@ -214,6 +308,13 @@ func (w *watermark) end(p pass, applied bool) {
 		}
 		w.pinned, w.floor = true, after
 	}
+}
+
+// behind says whether the store may hold a ref that the index lacks, and that is not on its way there.
+func (w *watermark) behind() bool {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.pinned
 }
 
 // start forgets everything: all refs up to a position are in the index.

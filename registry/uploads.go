@@ -158,8 +158,37 @@ func (r *Registry) FinishUpload(
 		return i, s.Size(), err
 	}
 	ctx = context.WithoutCancel(ctx) // a client that waits no longer finds the blob when it asks again
-	i, err = s.Finish(ctx, ch.Offset, ch.Body, d)
+	body := &holding{r: ch.Body, left: ch.Size, hold: func() func() { return r.locks.Hold(d) }}
+	defer body.end()
+	i, err = s.Finish(ctx, ch.Offset, body, d)
 	return i, s.Size(), r.finished(ctx, s, repo, d, i, r.notFull(ctx, s, err))
+}
+
+// holding is the last chunk of an upload. It holds the digest from before its last byte is handed over until end: the
+// store may find then that it has the blob already, and that one must not be collected before it is linked. While the
+// client sends, nothing is held.
+type holding struct {
+	r       io.Reader
+	left    int64 // bytes to come; negative: not known
+	hold    func() (release func())
+	release func()
+}
+
+func (h *holding) Read(b []byte) (int, error) {
+	n, err := h.r.Read(b)
+	if h.left > 0 {
+		h.left = max(h.left-int64(n), 0)
+	}
+	if h.release == nil && (err != nil || h.left == 0) {
+		h.release = h.hold()
+	}
+	return n, err
+}
+
+func (h *holding) end() {
+	if h.release != nil {
+		h.release()
+	}
 }
 
 // finished records how the store closed an upload.
@@ -177,6 +206,7 @@ func (r *Registry) finished(
 		return err
 	}
 	r.handles.Delete(s.ID())
+	r.aside.changed() // it may have healed a blob
 	return r.link(ctx, repo, i, index.DeleteUpload{ID: s.ID()})
 }
 

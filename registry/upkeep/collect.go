@@ -1,0 +1,412 @@
+package upkeep
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/kiln-registry/kiln-registry/blobstore"
+	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/index"
+)
+
+var (
+	// ErrRunning: the same is being done already.
+	ErrRunning = errors.New("one is running already")
+	// ErrTooMuch: so large a share of the store would go that it looks like a mistake. Nothing was removed, or no more was.
+	ErrTooMuch = errors.New("too much of the store would go")
+)
+
+const (
+	// DefaultGrace is how old a blob is at least when it is collected.
+	DefaultGrace = 24 * time.Hour
+	// DefaultMaxShare is how much of a store goes at most.
+	DefaultMaxShare = 0.5
+	// removers is how many blobs are removed at a time: a removal mostly waits, for a disk or for a bucket.
+	removers = 8
+	// maxBusy is how many blobs that were in use are come back to at the end of a collection.
+	maxBusy = 4096
+	// maxFailed is how many blobs may not be removable before a collection gives up.
+	maxFailed = 16
+)
+
+// Blob is a blob that was collected, or would be.
+type Blob struct {
+	Digest  identity.Digest `json:"digest"`
+	Size    int64           `json:"size"`
+	Created time.Time       `json:"created"`
+}
+
+// Amount is a number of blobs and of their bytes.
+type Amount struct {
+	Blobs int64 `json:"blobs"`
+	Bytes int64 `json:"bytes"`
+}
+
+func (a *Amount) add(bytes int64) {
+	a.Blobs++
+	a.Bytes += bytes
+}
+
+// Collection is what a collection found and did. Found is Held + Leased + Young + Unused.
+type Collection struct {
+	DryRun  bool      `json:"dry_run"`
+	Began   time.Time `json:"began"`
+	Ended   time.Time `json:"ended"`
+	Found   Amount    `json:"found"`   // in the store
+	Held    Amount    `json:"held"`    // a manifest refers to them
+	Leased  Amount    `json:"leased"`  // they wait for a manifest
+	Young   Amount    `json:"young"`   // nothing refers to them, but they are younger than the grace period
+	Unused  Amount    `json:"unused"`  // nothing refers to them: these go
+	Removed Amount    `json:"removed"` // by this run
+	Busy    int64     `json:"busy"`    // were being pushed when they were to go; left for the next run
+	Failed  int64     `json:"failed"`  // could not be removed; the log says why
+	Swept   int       `json:"swept"`   // objects that killed processes had left
+}
+
+// Terms are those of one collection. The zero Terms collect everything that nothing refers to, up to DefaultMaxShare.
+type Terms struct {
+	Grace    time.Duration // blobs that were stored less than this ago stay
+	MaxShare float64       // refuse if more than this share of the blobs, or of the bytes, would go; zero: DefaultMaxShare
+	Force    bool          // whatever the share
+	DryRun   bool          // change nothing
+	// Gone, if set, is told of each blob that was removed, or would be, one at a time. It may take its time.
+	Gone func(Blob) `json:"-"`
+}
+
+// Collector removes the blobs of a store that nothing refers to, while others push. All fields are needed. One
+// collection runs at a time, and its memory does not grow with the store. Nothing has to be kept over a crash: what was
+// not removed is found again.
+type Collector struct {
+	Store blobstore.Store
+	Index *index.Index
+	// Locks are held by all who make blobs referred to.
+	Locks *Locks
+	// Enter is called before the index is asked, and leave when what follows from the answer is done. Meanwhile the index
+	// must know all that the store holds; where it does not, Enter returns an error, which ends the collection.
+	Enter func(context.Context) (leave func(), err error)
+	Log   *slog.Logger
+	Now   func() time.Time
+
+	running sync.Mutex
+	last    atomic.Pointer[Collection]
+}
+
+// Last returns what the last collection did that ran to its end, dry runs aside; nil: none yet.
+func (c *Collector) Last() *Collection { return c.last.Load() }
+
+// collectNote keeps when the last collection began, in the index.
+const collectNote = "collect"
+
+type collectState struct {
+	Began time.Time `json:"began"`
+}
+
+// Collect counts first, and then removes what nothing refers to. It ends with an error at the first thing that it can't
+// find out, and never removes a blob in doubt. ErrRunning, ErrTooMuch. What it returns is true also with an error.
+func (c *Collector) Collect(ctx context.Context, t Terms) (Collection, error) {
+	if !c.running.TryLock() {
+		return Collection{}, fmt.Errorf("collect: %w", ErrRunning)
+	}
+	defer c.running.Unlock()
+	if t.MaxShare == 0 {
+		t.MaxShare = DefaultMaxShare
+	}
+	run := &collecting{c: c, terms: t, did: Collection{DryRun: t.DryRun, Began: c.Now()}}
+	err := run.run(ctx)
+	run.did.Ended = c.Now()
+	if err != nil {
+		return run.did, fmt.Errorf("collect: %w", err)
+	}
+	if !t.DryRun {
+		c.last.Store(&run.did)
+		err = save(ctx, c.Index, collectNote, collectState{run.did.Began})
+	}
+	return run.did, err
+}
+
+// Run collects at an interval until ctx ends. An index that knows of no collection, as it is new or was made anew, is
+// first given one interval.
+func (c *Collector) Run(ctx context.Context, every time.Duration, t Terms) {
+	for {
+		next, err := c.next(ctx, every)
+		if err == nil && wait(ctx, next.Sub(c.Now())) != nil {
+			return
+		}
+		var did Collection
+		if err == nil {
+			did, err = c.Collect(ctx, t)
+		}
+		switch {
+		case ctx.Err() != nil:
+			return
+		case err != nil:
+			c.Log.Error("blobs not collected", "error", err)
+			if wait(ctx, min(every, retryAfter)) != nil {
+				return
+			}
+		default:
+			c.Log.Info("blobs collected", "removed", did.Removed.Blobs, "bytes", did.Removed.Bytes, "swept", did.Swept,
+				"held", did.Held.Blobs, "leased", did.Leased.Blobs, "young", did.Young.Blobs, "busy", did.Busy,
+				"took", did.Ended.Sub(did.Began))
+		}
+	}
+}
+
+// retryAfter is how long to wait after something failed that is done at an interval.
+const retryAfter = 10 * time.Minute
+
+// next returns when the next collection is due.
+func (c *Collector) next(ctx context.Context, every time.Duration) (time.Time, error) {
+	var s collectState
+	found, err := load(ctx, c.Index, collectNote, &s)
+	if err == nil && !found {
+		s.Began = c.Now()
+		err = save(ctx, c.Index, collectNote, s)
+	}
+	return s.Began.Add(every), err
+}
+
+// collecting is one collection.
+type collecting struct {
+	c     *Collector
+	terms Terms
+
+	telling sync.Mutex // held while Gone is called; nobody has another lock then
+
+	mu    sync.Mutex // guards what follows
+	did   Collection
+	later []blobstore.Info // were in use
+}
+
+func (r *collecting) run(ctx context.Context) error {
+	if err := r.count(ctx); err != nil {
+		return err
+	}
+	if err := r.check(r.did.Unused); err != nil {
+		return err
+	}
+	if r.terms.DryRun {
+		return nil
+	}
+	if err := r.remove(ctx); err != nil {
+		return err
+	}
+	if s, ok := r.c.Store.(blobstore.Sweeper); ok {
+		n, err := s.Sweep(ctx, r.c.Now().Add(-r.terms.Grace))
+		r.did.Swept = n
+		return err
+	}
+	return nil
+}
+
+// check refuses to let so much go, of what was counted.
+func (r *collecting) check(goes Amount) error {
+	blobs, bytes := share(goes.Blobs, r.did.Found.Blobs), share(goes.Bytes, r.did.Found.Bytes)
+	if r.terms.Force || max(blobs, bytes) <= r.terms.MaxShare {
+		return nil
+	}
+	return fmt.Errorf("%w: %d of %d blobs, %d of %d bytes, and at most a share of %g may",
+		ErrTooMuch, goes.Blobs, r.did.Found.Blobs, goes.Bytes, r.did.Found.Bytes, r.terms.MaxShare)
+}
+
+func share(part, whole int64) float64 {
+	if part == 0 {
+		return 0
+	}
+	return float64(part) / float64(whole)
+}
+
+// use is what keeps a blob.
+type use int
+
+const (
+	held use = iota
+	leased
+	young
+	unused
+)
+
+// count fills in what there is.
+func (r *collecting) count(ctx context.Context) error {
+	for i, err := range r.c.Store.List(ctx, identity.Digest{}) {
+		if err != nil {
+			return err
+		}
+		u, err := r.use(ctx, i)
+		if err != nil {
+			return err
+		}
+		r.did.Found.add(i.Size)
+		[]*Amount{held: &r.did.Held, leased: &r.did.Leased, young: &r.did.Young, unused: &r.did.Unused}[u].add(i.Size)
+		if u == unused && r.terms.DryRun {
+			r.tell(i)
+		}
+	}
+	return ctx.Err()
+}
+
+// use finds out what keeps a blob.
+func (r *collecting) use(ctx context.Context, i blobstore.Info) (use, error) {
+	leave, err := r.c.Enter(ctx)
+	if err != nil {
+		return held, err
+	}
+	defer leave()
+	referred, err := r.c.Index.Referred(ctx, i.Digest)
+	if err != nil || referred {
+		return held, err
+	}
+	now := r.c.Now()
+	uses, err := r.c.Index.Uses(ctx, i.Digest, now)
+	switch {
+	case err != nil || uses:
+		return leased, err
+	case !i.Created.Add(r.terms.Grace).Before(now):
+		return young, nil
+	}
+	return unused, nil
+}
+
+func (r *collecting) tell(i blobstore.Info) {
+	if r.terms.Gone != nil {
+		r.telling.Lock()
+		defer r.telling.Unlock()
+		r.terms.Gone(Blob{i.Digest, i.Size, i.Created})
+	}
+}
+
+// remove removes what nothing refers to, some at a time, and comes back once to what was in use.
+func (r *collecting) remove(ctx context.Context) error {
+	err := r.each(ctx, func(work chan<- blobstore.Info, done <-chan struct{}) error {
+		for i, err := range r.c.Store.List(ctx, identity.Digest{}) {
+			if err != nil {
+				return err
+			}
+			if u, err := r.use(ctx, i); err != nil {
+				return err
+			} else if u != unused {
+				continue
+			}
+			select {
+			case work <- i:
+			case <-done:
+				return nil
+			}
+		}
+		return nil
+	})
+	if err != nil {
+		return err
+	}
+	later := r.later
+	r.later, r.did.Busy = nil, r.did.Busy-int64(len(later))
+	return r.each(ctx, func(work chan<- blobstore.Info, done <-chan struct{}) error {
+		for _, i := range later {
+			select {
+			case work <- i:
+			case <-done:
+				return nil
+			}
+		}
+		return nil
+	})
+}
+
+// each runs feed and removes what it sends, until either fails.
+func (r *collecting) each(ctx context.Context, feed func(work chan<- blobstore.Info, done <-chan struct{}) error) error {
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	work := make(chan blobstore.Info)
+	var wg sync.WaitGroup
+	for range removers {
+		wg.Go(func() {
+			for i := range work {
+				gone, err := r.one(ctx, i)
+				if gone {
+					r.tell(i)
+				}
+				if err != nil {
+					cancel(err)
+				}
+			}
+		})
+	}
+	err := feed(work, ctx.Done())
+	close(work)
+	wg.Wait()
+	if ctx.Err() != nil {
+		return context.Cause(ctx)
+	}
+	return err
+}
+
+// one removes a blob, unless somebody is making it referred to or has made it so since it was found.
+func (r *collecting) one(ctx context.Context, i blobstore.Info) (gone bool, err error) {
+	release, ok := r.c.Locks.take(i.Digest)
+	if !ok {
+		r.busy(i)
+		return false, nil
+	}
+	defer release()
+	leave, err := r.c.Enter(ctx)
+	if err != nil {
+		return false, err
+	}
+	defer leave()
+	if uses, err := r.c.Index.Uses(ctx, i.Digest, r.c.Now()); err != nil || uses {
+		return false, err
+	}
+	if err := r.reserve(i); err != nil {
+		return false, err
+	}
+	err = r.c.Store.Delete(ctx, i)
+	if err == nil {
+		r.c.Log.Info("blob collected", "digest", i.Digest.String(), "size", i.Size, "created", i.Created)
+		return true, nil
+	}
+	return false, r.kept(ctx, i, err)
+}
+
+// busy leaves a blob for later.
+func (r *collecting) busy(i blobstore.Info) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.did.Busy++; len(r.later) < maxBusy {
+		r.later = append(r.later, i)
+	}
+}
+
+// reserve counts a blob as removed, unless that would be too much.
+func (r *collecting) reserve(i blobstore.Info) error {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	after := r.did.Removed
+	after.add(i.Size)
+	if err := r.check(after); err != nil {
+		return err
+	}
+	r.did.Removed = after
+	return nil
+}
+
+// kept takes back a reservation. A blob that can't be removed does not keep others from it, up to a point.
+func (r *collecting) kept(ctx context.Context, i blobstore.Info, err error) error {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.did.Removed.Blobs--
+	r.did.Removed.Bytes -= i.Size
+	switch {
+	case errors.Is(err, blobstore.ErrNotFound): // gone, or another copy
+		return nil
+	case ctx.Err() != nil, errors.Is(err, blobstore.ErrUnavailable), r.did.Failed >= maxFailed:
+		return err
+	}
+	r.did.Failed++
+	r.c.Log.Error("blob not collected", "digest", i.Digest.String(), "error", err)
+	return nil
+}

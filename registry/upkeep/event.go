@@ -1,0 +1,156 @@
+package upkeep
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/http"
+	"time"
+
+	"github.com/kiln-registry/kiln-registry/blobstore"
+	"github.com/kiln-registry/kiln-registry/identity"
+)
+
+// Event is one line of what a collection or a scrub says while it works, in JSON. One of its members is set.
+type Event struct {
+	Blob       *Blob       `json:"blob,omitempty"`       // collected, or would be
+	Finding    *Finding    `json:"finding,omitempty"`    // of a scrub
+	Aside      *Aside      `json:"aside,omitempty"`      // a blob in quarantine
+	Collection *Collection `json:"collection,omitempty"` // how it ended
+	Scrub      *Scrubbing  `json:"scrub,omitempty"`      // how it ended
+	Error      *Failure    `json:"error,omitempty"`      // why it ended
+}
+
+// Aside is a blob in quarantine.
+type Aside struct {
+	Digest       identity.Digest `json:"digest"`
+	Size         int64           `json:"size"`
+	Why          string          `json:"why"`
+	Since        time.Time       `json:"since"`
+	Repositories []string        `json:"repositories"` // some of those in which it is missing now
+}
+
+// maxMissing is how many repositories an Aside names.
+const maxMissing = 16
+
+// Failure is an error on its way through a socket. It is an error itself.
+type Failure struct {
+	Reason  string `json:"reason,omitempty"` // names the error of this package that it is
+	Message string `json:"message"`
+}
+
+var reasons = map[string]error{"running": ErrRunning, "too-much": ErrTooMuch}
+
+// FailureOf returns err for the other end of a socket.
+func FailureOf(err error) *Failure {
+	f := &Failure{Message: err.Error()}
+	for reason, is := range reasons {
+		if errors.Is(err, is) {
+			f.Reason = reason
+		}
+	}
+	return f
+}
+
+func (f *Failure) Error() string { return f.Message }
+
+// Is says whether it is an error of this package.
+func (f *Failure) Is(target error) bool { return target != nil && reasons[f.Reason] == target }
+
+// Tell is Collect, told as events.
+func (c *Collector) Tell(ctx context.Context, t Terms, tell func(Event)) error {
+	t.Gone = func(b Blob) { tell(Event{Blob: &b}) }
+	did, err := c.Collect(ctx, t)
+	if !did.Began.IsZero() {
+		tell(Event{Collection: &did})
+	}
+	return err
+}
+
+// Tell is Scrub, told as events.
+func (s *Scrubber) Tell(ctx context.Context, o Order, tell func(Event)) error {
+	o.Found = func(f Finding) { tell(Event{Finding: &f}) }
+	did, err := s.Scrub(ctx, o)
+	if !did.Began.IsZero() {
+		tell(Event{Scrub: &did})
+	}
+	return err
+}
+
+// TellAside tells of every blob in quarantine.
+func (s *Scrubber) TellAside(ctx context.Context, tell func(Event)) error {
+	q, ok := s.store.(blobstore.Quarantine)
+	if !ok {
+		return nil
+	}
+	for i, err := range q.Aside(ctx) {
+		if err != nil {
+			return err
+		}
+		a := Aside{Digest: i.Digest, Size: i.Size, Why: i.Why, Since: i.Since}
+		for repo, err := range s.ix.Holders(ctx, i.Digest, s.now()) {
+			if err != nil {
+				return fmt.Errorf("repositories that miss %s: %w", i.Digest, err)
+			}
+			if a.Repositories = append(a.Repositories, repo); len(a.Repositories) == maxMissing {
+				break
+			}
+		}
+		tell(Event{Aside: &a})
+	}
+	return nil
+}
+
+// Handler serves the parts of a socket for administrators that are about upkeep. It asks nobody who they are.
+//
+//	POST /collect  Collect, by the Terms in the body
+//	POST /scrub    Scrub, by the Order in the body
+//	GET  /aside    what is in quarantine
+//	GET  /upkeep   what was done last
+//
+// Each answers with Events, one a line; the last one is what it came to.
+func Handler(c *Collector, s *Scrubber) http.Handler {
+	m := http.NewServeMux()
+	m.HandleFunc("POST /collect", events(func(q *http.Request, tell func(Event)) error {
+		var t Terms
+		if err := json.NewDecoder(q.Body).Decode(&t); err != nil {
+			return fmt.Errorf("terms: %w", err)
+		}
+		return c.Tell(q.Context(), t, tell)
+	}))
+	m.HandleFunc("POST /scrub", events(func(q *http.Request, tell func(Event)) error {
+		var o Order
+		if err := json.NewDecoder(q.Body).Decode(&o); err != nil {
+			return fmt.Errorf("order: %w", err)
+		}
+		return s.Tell(q.Context(), o, tell)
+	}))
+	m.HandleFunc("GET /aside", events(func(q *http.Request, tell func(Event)) error {
+		return s.TellAside(q.Context(), tell)
+	}))
+	m.HandleFunc("GET /upkeep", events(func(_ *http.Request, tell func(Event)) error {
+		if did := c.Last(); did != nil {
+			tell(Event{Collection: did})
+		}
+		pass := s.Pass()
+		tell(Event{Scrub: &pass})
+		return nil
+	}))
+	return m
+}
+
+// events answers with what work tells, and with its error, if there is one.
+func events(work func(q *http.Request, tell func(Event)) error) http.HandlerFunc {
+	return func(w http.ResponseWriter, q *http.Request) {
+		w.Header().Set("Content-Type", "application/jsonl")
+		enc, control := json.NewEncoder(w), http.NewResponseController(w)
+		tell := func(e Event) {
+			_ = enc.Encode(e) // a reader that is gone ends the context
+			_ = control.Flush()
+		}
+		if err := work(q, tell); err != nil {
+			tell(Event{Error: FailureOf(err)})
+		}
+	}
+}

@@ -1,0 +1,423 @@
+package upkeep
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"sync"
+	"time"
+
+	"github.com/kiln-registry/kiln-registry/blobstore"
+	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/index"
+)
+
+const (
+	// DefaultScrubRate is how many bytes a second a scrub reads: about 20 TB in a week.
+	DefaultScrubRate = 32 << 20
+	// DefaultScrubInterval is how often every blob is read.
+	DefaultScrubInterval = 7 * 24 * time.Hour
+	// scrubPiece is how much is read at a time.
+	scrubPiece = 256 << 10
+	// saveEvery is how often a pass keeps where it is.
+	saveEvery = 10 * time.Second
+	// maxSuspects is how many blobs wait to be read out of turn. More are left to the next pass.
+	maxSuspects = 256
+)
+
+// Verdict is what a scrub found out about a blob.
+type Verdict string
+
+// The verdicts.
+const (
+	Good       Verdict = "good"
+	Damaged    Verdict = "damaged"    // it was read twice and both times was not what its digest says
+	Unsteady   Verdict = "unsteady"   // it was read twice and was right the second time: the memory or the disk is to blame
+	Unreadable Verdict = "unreadable" // the store failed to read it; that is not taken for damage
+	Gone       Verdict = "gone"       // it was removed meanwhile, or is not there
+)
+
+// Finding is what a scrub found out about one blob.
+type Finding struct {
+	Digest  identity.Digest `json:"digest"`
+	Size    int64           `json:"size"`
+	Verdict Verdict         `json:"verdict"`
+	Why     string          `json:"why,omitempty"`   // unless it is good
+	Aside   bool            `json:"aside,omitempty"` // it was set aside
+}
+
+// Scrubbing is what a scrub has found so far.
+type Scrubbing struct {
+	Began      time.Time       `json:"began"`
+	Ended      time.Time       `json:"ended,omitzero"` // zero: it runs, or was interrupted and goes on from At
+	At         identity.Digest `json:"at,omitzero"`    // the last blob that was read
+	Read       Amount          `json:"read"`
+	Damaged    int64           `json:"damaged"`
+	Unsteady   int64           `json:"unsteady"`
+	Unreadable int64           `json:"unreadable"`
+}
+
+func (s *Scrubbing) add(f Finding) {
+	switch f.Verdict {
+	case Gone:
+		return
+	case Damaged:
+		s.Damaged++
+	case Unsteady:
+		s.Unsteady++
+	case Unreadable:
+		s.Unreadable++
+	}
+	s.Read.add(f.Size)
+}
+
+// Scrubber reads the blobs of a store again, and sets aside those that are no longer what their digests say. It is made
+// by NewScrubber.
+type Scrubber struct {
+	store blobstore.Store
+	ix    *index.Index
+	log   *slog.Logger
+	now   func() time.Time
+	// changed is called after a blob was set aside.
+	changed func()
+
+	asked    sync.Mutex // held by a scrub that somebody asked for
+	suspects chan identity.Digest
+	mu       sync.Mutex // guards state
+	state    Scrubbing  // of the pass that is under way, or was the last
+}
+
+// NewScrubber returns the scrubber of a store. It keeps where it is in ix. changed, which may be nil, is called after
+// each blob that it has set aside.
+func NewScrubber(
+	st blobstore.Store, ix *index.Index, log *slog.Logger, now func() time.Time, changed func(),
+) *Scrubber {
+	if changed == nil {
+		changed = func() {}
+	}
+	return &Scrubber{
+		store: st, ix: ix, log: log, now: now, changed: changed, suspects: make(chan identity.Digest, maxSuspects),
+	}
+}
+
+// Pass returns how far the pass is that is under way, or what the last one found.
+func (s *Scrubber) Pass() Scrubbing {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.state
+}
+
+// Suspect has Run read a blob soon. It never waits.
+func (s *Scrubber) Suspect(d identity.Digest) {
+	select {
+	case s.suspects <- d:
+	default:
+	}
+}
+
+// Order is a scrub that somebody asks for.
+type Order struct {
+	Rate    int64             // bytes a second; zero: as fast as it goes
+	Digests []identity.Digest // these blobs; none: all
+	// Found, if set, is told of each blob that is not good, and of each of Digests.
+	Found func(Finding) `json:"-"`
+}
+
+// Scrub reads blobs now, beside a pass that may be under way. It goes on after what it finds. ErrRunning if another
+// Scrub runs.
+func (s *Scrubber) Scrub(ctx context.Context, o Order) (did Scrubbing, err error) {
+	if !s.asked.TryLock() {
+		return did, fmt.Errorf("scrub: %w", ErrRunning)
+	}
+	defer s.asked.Unlock()
+	did.Began = s.now()
+	p := newPace(o.Rate)
+	see := func(f Finding) {
+		did.add(f)
+		if o.Found != nil && (f.Verdict != Good || len(o.Digests) > 0) {
+			o.Found(f)
+		}
+	}
+	if len(o.Digests) > 0 {
+		err = s.these(ctx, o.Digests, p, see)
+	} else {
+		err = s.all(ctx, p, see)
+	}
+	did.Ended = s.now()
+	if err != nil {
+		err = fmt.Errorf("scrub: %w", err)
+	}
+	return did, err
+}
+
+func (s *Scrubber) these(ctx context.Context, ds []identity.Digest, p *pace, see func(Finding)) error {
+	for _, d := range ds {
+		f, err := s.digest(ctx, d, p)
+		if err != nil {
+			return err
+		}
+		see(f)
+	}
+	return nil
+}
+
+func (s *Scrubber) all(ctx context.Context, p *pace, see func(Finding)) error {
+	for i, err := range s.store.List(ctx, identity.Digest{}) {
+		if err != nil {
+			return err
+		}
+		f, err := s.blob(ctx, i, p)
+		if err != nil {
+			return err
+		}
+		see(f)
+	}
+	return nil
+}
+
+// digest reads the blob of a digest.
+func (s *Scrubber) digest(ctx context.Context, d identity.Digest, p *pace) (Finding, error) {
+	i, err := s.store.Stat(ctx, d)
+	switch {
+	case errors.Is(err, blobstore.ErrNotFound):
+		return Finding{Digest: d, Verdict: Gone, Why: err.Error()}, nil
+	case err != nil:
+		return Finding{Digest: d, Verdict: Unreadable, Why: err.Error()}, unreachable(err)
+	}
+	return s.blob(ctx, i, p)
+}
+
+// unreachable returns an error for which others would fail too.
+func unreachable(err error) error {
+	if errors.Is(err, blobstore.ErrUnavailable) {
+		return err
+	}
+	return nil
+}
+
+// blob reads a blob, and sets it aside if it is damaged. The error is that of ctx, or says that the store can't be
+// reached.
+func (s *Scrubber) blob(ctx context.Context, i blobstore.Info, p *pace) (Finding, error) {
+	f := Finding{Digest: i.Digest, Size: i.Size}
+	first := s.read(ctx, i, p, nil)
+	if first.Verdict == Damaged {
+		second := s.read(ctx, i, p, s.segments(ctx, i))
+		if second.Verdict == Good {
+			second.Verdict, second.Why = Unsteady, "right when it was read again; at first "+first.Why
+		}
+		first = second
+	}
+	if err := cmp.Or(ctx.Err(), unreachable(first.err)); err != nil {
+		return f, err
+	}
+	f.Verdict, f.Why = first.Verdict, first.Why
+	switch f.Verdict {
+	case Good, Gone:
+		return f, nil
+	case Damaged:
+		return s.setAside(ctx, i, f), nil
+	}
+	s.log.Error("blob "+string(f.Verdict), "digest", f.Digest.String(), "why", f.Why)
+	return f, nil
+}
+
+// reading is what one reading of a blob says.
+type reading struct {
+	Verdict
+	Why string
+	err error // of Unreadable
+}
+
+// read reads a blob once. parts, unless it is nil, gets to know which parts are damaged.
+func (s *Scrubber) read(ctx context.Context, i blobstore.Info, p *pace, parts *parts) reading {
+	sum, n, err := s.hash(ctx, i, p, parts)
+	switch {
+	case err == nil && sum == i.Digest:
+		return reading{Verdict: Good}
+	case err == nil && parts != nil:
+		return reading{Verdict: Damaged, Why: parts.damaged(n)}
+	case err == nil && n != i.Size:
+		return reading{Verdict: Damaged, Why: fmt.Sprintf("it has %d bytes where %d were stored", n, i.Size)}
+	case err == nil:
+		return reading{Verdict: Damaged, Why: fmt.Sprintf("its %d bytes hash to %s", n, sum)}
+	case errors.Is(err, blobstore.ErrDamaged):
+		return reading{Verdict: Damaged, Why: err.Error()}
+	case errors.Is(err, blobstore.ErrNotFound):
+		return s.vanished(ctx, i, err)
+	}
+	return reading{Unreadable, err.Error(), err}
+}
+
+// vanished tells a blob that was removed from one that the store shows and has no bytes for.
+func (s *Scrubber) vanished(ctx context.Context, i blobstore.Info, err error) reading {
+	now, statErr := s.store.Stat(ctx, i.Digest)
+	switch {
+	case errors.Is(statErr, blobstore.ErrNotFound), statErr == nil && now.Generation != i.Generation:
+		return reading{Verdict: Gone, Why: err.Error()}
+	case statErr != nil:
+		return reading{Unreadable, statErr.Error(), statErr}
+	}
+	return reading{Verdict: Damaged, Why: "the store has no bytes for it: " + err.Error()}
+}
+
+func (s *Scrubber) hash(
+	ctx context.Context, i blobstore.Info, p *pace, parts *parts,
+) (sum identity.Digest, n int64, err error) {
+	r, err := s.store.Open(ctx, i, 0, -1)
+	if err != nil {
+		return sum, 0, err
+	}
+	defer r.Close()
+	h := identity.NewHash()
+	piece := make([]byte, scrubPiece)
+	for {
+		m, err := r.Read(piece)
+		h.Write(piece[:m])
+		if parts != nil {
+			parts.stream.Write(piece[:m])
+		}
+		n += int64(m)
+		if err == io.EOF {
+			return identity.DigestOf(h), n, nil
+		} else if err != nil {
+			return sum, n, err
+		}
+		if err := p.read(ctx, m); err != nil {
+			return sum, n, err
+		}
+	}
+}
+
+// setAside puts a damaged blob where nobody is served it. What can't be set aside is found again by the next pass.
+func (s *Scrubber) setAside(ctx context.Context, i blobstore.Info, f Finding) Finding {
+	s.log.Error("blob damaged", "digest", i.Digest.String(), "size", i.Size, "why", f.Why)
+	q, ok := s.store.(blobstore.Quarantine)
+	if !ok {
+		return f
+	}
+	err := q.SetAside(ctx, i, f.Why)
+	switch {
+	case errors.Is(err, blobstore.ErrNotFound): // by somebody else, or removed
+	case err != nil:
+		s.log.Error("damaged blob not set aside", "digest", i.Digest.String(), "error", err)
+	default:
+		f.Aside = true
+		s.changed()
+	}
+	return f
+}
+
+// scrubNote keeps in the index how far the pass is.
+const scrubNote = "scrub"
+
+// Run reads every blob once in an interval, in the order of digests, at a rate of bytes a second, and suspects at once,
+// until ctx ends. An interval of zero: suspects only. A pass that was interrupted by the end of the process goes on
+// where it was.
+func (s *Scrubber) Run(ctx context.Context, every time.Duration, rate int64) {
+	p := newPace(rate)
+	if err := s.resume(ctx); err != nil && ctx.Err() == nil {
+		s.log.Error("scrub begins anew", "error", err)
+	}
+	for ctx.Err() == nil {
+		err := s.step(ctx, every, p)
+		if err == nil || ctx.Err() != nil {
+			continue
+		}
+		s.log.Error("scrub goes on later", "error", err)
+		_ = wait(ctx, retryAfter) // the loop looks at ctx
+	}
+}
+
+func (s *Scrubber) resume(ctx context.Context) error {
+	var was Scrubbing
+	_, err := load(ctx, s.ix, scrubNote, &was)
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.state = was
+	return err
+}
+
+// step reads some blobs of the pass that is due, or waits until there is something to do.
+func (s *Scrubber) step(ctx context.Context, every time.Duration, p *pace) error {
+	now := s.now()
+	state := s.Pass()
+	due := state.Began.Add(every)
+	switch {
+	case every <= 0:
+		return s.idle(ctx, nil, p)
+	case state.Ended.IsZero() && !state.Began.IsZero():
+		return s.leg(ctx, p)
+	case due.After(now):
+		t := time.NewTimer(due.Sub(now))
+		defer t.Stop()
+		return s.idle(ctx, t.C, p)
+	}
+	s.mu.Lock()
+	s.state = Scrubbing{Began: now}
+	s.mu.Unlock()
+	return s.leg(ctx, p)
+}
+
+// idle waits for a suspect, which it reads, or for the time.
+func (s *Scrubber) idle(ctx context.Context, due <-chan time.Time, p *pace) error {
+	select {
+	case d := <-s.suspects:
+		_, err := s.digest(ctx, d, p)
+		return err
+	case <-due:
+	case <-ctx.Done():
+	}
+	return ctx.Err()
+}
+
+// leg goes on with the pass for some seconds and keeps where it is. A listing is not held open for longer, as a store may
+// forget it.
+func (s *Scrubber) leg(ctx context.Context, p *pace) error {
+	began := s.now()
+	whole := true
+	var failed error
+	for i, err := range s.store.List(ctx, s.Pass().At) {
+		if err == nil {
+			err = s.next(ctx, i, p)
+		}
+		if failed = err; err != nil {
+			break
+		}
+		if s.now().Sub(began) >= saveEvery {
+			whole = false
+			break
+		}
+	}
+	s.mu.Lock()
+	if failed == nil && whole {
+		s.state.Ended = s.now()
+	}
+	state := s.state
+	s.mu.Unlock()
+	if !state.Ended.IsZero() {
+		s.log.Info("scrub ended", "blobs", state.Read.Blobs, "bytes", state.Read.Bytes, "damaged", state.Damaged,
+			"unreadable", state.Unreadable, "took", state.Ended.Sub(state.Began))
+	}
+	return errors.Join(failed, save(context.WithoutCancel(ctx), s.ix, scrubNote, state))
+}
+
+// next reads the next blob of the pass, and suspects before it.
+func (s *Scrubber) next(ctx context.Context, i blobstore.Info, p *pace) error {
+	for len(s.suspects) > 0 {
+		if _, err := s.digest(ctx, <-s.suspects, p); err != nil {
+			return err
+		}
+	}
+	f, err := s.blob(ctx, i, p)
+	if err != nil {
+		return err
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.state.add(f)
+	s.state.At = i.Digest
+	return nil
+}
