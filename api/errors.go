@@ -33,6 +33,7 @@ const (
 	CodeParameterInvalid  Code = "PARAMETER_INVALID"  // a query parameter, header or JSON body does not parse
 	CodeAggregateUnknown  Code = "AGGREGATE_UNKNOWN"  // nothing of that aggregate that the caller may pull
 	CodeAggregateConflict Code = "AGGREGATE_CONFLICT" // not sent as a code: the reason in the detail of MANIFEST_INVALID
+	CodeTagImmutable      Code = "TAG_IMMUTABLE"      // not sent as a code: the reason in the detail of DENIED
 	CodeRouteUnknown      Code = "ROUTE_UNKNOWN"      // no such route
 	CodeUploadBusy        Code = "UPLOAD_BUSY"        // another request is using the upload; try again
 	CodeStoreFull         Code = "STORE_FULL"         // no space left; what was acknowledged is kept and still served
@@ -112,7 +113,7 @@ var (
 type Error struct {
 	Code    Code   `json:"code"`
 	Message string `json:"message,omitempty"`
-	Detail  any    `json:"detail,omitempty"` // more about it, made for programs; a Conflict, Missing or nothing
+	Detail  any    `json:"detail,omitempty"` // more about it, made for programs; a Conflict, Immutable, Missing or nothing
 }
 
 // Errors is the body of every answer with a status of 400 and above.
@@ -125,6 +126,27 @@ type Conflict struct {
 	Reason  Code   `json:"reason"`
 	Claimed string `json:"claimed"` // what the manifest says
 	Derived string `json:"derived"` // what the registry finds
+}
+
+// Immutable is the detail of a DENIED that an immutable tag is the reason of. Reason is TAG_IMMUTABLE.
+type Immutable struct {
+	Reason Code   `json:"reason"`
+	Tag    string `json:"tag"`
+	Digest string `json:"digest"` // the manifest that the tag names
+}
+
+// Reason returns the reason in the detail of an error, on either side of HTTP; empty if it has none.
+func (e *Error) Reason() Code {
+	switch d := e.Detail.(type) {
+	case Conflict:
+		return d.Reason
+	case Immutable:
+		return d.Reason
+	case map[string]any:
+		reason, _ := d["reason"].(string)
+		return Code(reason)
+	}
+	return ""
 }
 
 // Missing is the detail of a MANIFEST_BLOB_UNKNOWN or SIZE_INVALID of a manifest: which descriptor is meant.

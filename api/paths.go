@@ -15,6 +15,7 @@ const (
 	PathHealth   = "/health"
 	PathHealthV1 = "/v1/health"
 	PathReady    = "/readyz"
+	PathMetrics  = "/metrics"
 )
 
 // PathBlob is a blob of a repository: HEAD, GET, DELETE.

@@ -79,7 +79,8 @@ const (
 	HeaderUploadUUID      = "Docker-Upload-UUID"
 	HeaderSubject         = "OCI-Subject"
 	HeaderFiltersApplied  = "OCI-Filters-Applied"
-	MaxManifestBytes      = 4 << 20 // largest manifest that is taken or read
+	HeaderRequestID       = "X-Request-Id" // of an answer: what the log calls the request; a client may choose it
+	MaxManifestBytes      = 4 << 20        // largest manifest that is taken or read
 	MaxIndexDocumentBytes = 64 << 20
 )
 

@@ -3,8 +3,19 @@ package registry
 import (
 	"context"
 	"encoding/json"
+	"errors"
+	"fmt"
 	"io"
 	"net/http"
+	"slices"
+	"time"
+
+	"github.com/kiln-registry/kiln-registry/api"
+	"github.com/kiln-registry/kiln-registry/blobstore"
+	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/index"
+	"github.com/kiln-registry/kiln-registry/registry/access"
+	"github.com/kiln-registry/kiln-registry/registry/classify"
 
 	"github.com/kiln-registry/kiln-registry/registry/upkeep"
 )
@@ -21,6 +32,300 @@ func (r *Registry) Export(ctx context.Context, w io.Writer) error {
 		}
 	}
 	return nil
+}
+
+// Retention says which manifests may go: in each of some repositories those of a kind, but the newest ones. A manifest
+// that a tag names, or that another manifest of its repository refers to, never goes, nor a base of which anything is
+// known to be made.
+type Retention struct {
+	Repos  access.Repositories
+	Kind   api.Kind
+	Keep   int  // how many of the newest stay in any case
+	DryRun bool // change nothing
+}
+
+// Retired is a manifest that went, or would.
+type Retired struct {
+	Repository string          `json:"repository"`
+	Digest     identity.Digest `json:"digest"`
+	Created    time.Time       `json:"created"`
+	Bytes      int64           `json:"bytes"` // of its blobs, which others may share
+}
+
+// Retained counts the manifests that a retention was about.
+type Retained struct {
+	DryRun   bool  `json:"dry_run"`
+	Found    int   `json:"found"`
+	Newest   int   `json:"newest"`   // stay as they are new
+	Referred int   `json:"referred"` // are old, and stay as something names them
+	Retired  int   `json:"retired"`  // went, or would
+	Bytes    int64 `json:"bytes"`    // of the blobs of those
+}
+
+// Retain deletes old manifests, repository by repository, and tells gone of each. Pushes to a repository wait while it
+// is at work there. The bytes stay until blobs that nothing refers to are collected. ErrUnauthorized or ErrDenied for a
+// caller who may not delete in one of the repositories; what it returns is true also with an error.
+func (r *Registry) Retain(
+	ctx context.Context, c access.Caller, t Retention, gone func(Retired) error,
+) (Retained, error) {
+	did := Retained{DryRun: t.DryRun}
+	for repo, err := range r.ix.Repos(ctx, "") {
+		if err != nil {
+			return did, err
+		}
+		if !t.Repos.Match(repo) {
+			continue
+		}
+		if err := c.Check(access.Delete, repo); err != nil {
+			return did, err
+		}
+		if err := r.retain(ctx, repo, t, &did, gone); err != nil {
+			return did, fmt.Errorf("repository %s: %w", repo, err)
+		}
+	}
+	return did, nil
+}
+
+// retireAtOnce is how many manifests go in one change.
+const retireAtOnce = 256
+
+func (r *Registry) retain(
+	ctx context.Context, repo string, t Retention, did *Retained, gone func(Retired) error,
+) error {
+	defer r.holdRepo(repo)()
+	indexes, err := r.indexesOf(ctx, repo)
+	if err != nil {
+		return err
+	}
+	var old []index.Record
+	n := 0
+	for rec, err := range r.ix.Find(ctx, index.Query{Repo: repo}) { // the newest first
+		if err != nil {
+			return err
+		}
+		if rec.Kind != t.Kind {
+			continue
+		}
+		did.Found++
+		if n++; n <= t.Keep {
+			did.Newest++
+			continue
+		}
+		referred := len(indexes[rec.Digest]) > 0
+		if !referred {
+			if referred, err = r.named(ctx, rec); err != nil {
+				return err
+			}
+		}
+		if referred {
+			did.Referred++
+			continue
+		}
+		old = append(old, rec)
+	}
+	for some := range slices.Chunk(old, retireAtOnce) {
+		if err := r.retire(ctx, some, t.DryRun, did, gone); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// named says whether anything but an index names a manifest, or the base that it is.
+func (r *Registry) named(ctx context.Context, rec index.Record) (bool, error) {
+	tags, err := r.ix.TagsOf(ctx, rec.Repo, rec.Digest)
+	if err != nil || len(tags) > 0 {
+		return true, err
+	}
+	for _, err := range r.ix.Find(ctx, index.Query{Repo: rec.Repo, Subject: rec.Digest}) {
+		return true, err
+	}
+	if rec.Kind != api.KindBase || rec.Aggregate.IsZero() {
+		return false, nil
+	}
+	for o, err := range r.ix.Find(ctx, index.Query{Aggregate: rec.Aggregate}) {
+		if err != nil || o.Kind != api.KindBase {
+			return true, err
+		}
+	}
+	return false, nil
+}
+
+// retire deletes manifests of one repository that no tag names.
+func (r *Registry) retire(
+	ctx context.Context, old []index.Record, dry bool, did *Retained, gone func(Retired) error,
+) error {
+	rows := make([]Retired, len(old))
+	for i, rec := range old {
+		_, body, err := r.ix.Manifest(ctx, rec.Repo, rec.Digest.String())
+		if err != nil {
+			return err
+		}
+		m, err := classify.Parse(rec.MediaType, body)
+		if err != nil {
+			return fmt.Errorf("manifest %s: %w", rec.Digest, err)
+		}
+		rows[i] = Retired{Repository: rec.Repo, Digest: rec.Digest, Created: rec.Created}
+		for _, b := range m.Blobs() {
+			rows[i].Bytes += b.Size
+		}
+	}
+	if !dry {
+		err := r.change(ctx, old[0].Repo, func(seq uint64) (refs []blobstore.Ref, ops []index.Op) {
+			for _, rec := range old {
+				refs = append(refs, blobstore.Ref{Repo: rec.Repo, Name: rec.Digest.String(), Seq: seq, Deleted: true,
+					Digest: rec.Digest, MediaType: rec.MediaType, Time: r.now()})
+				ops = append(ops, index.DeleteManifest{Repo: rec.Repo, Digest: rec.Digest, Seq: seq})
+			}
+			return refs, ops
+		})
+		if err != nil {
+			return err
+		}
+	}
+	for _, row := range rows {
+		did.Retired, did.Bytes = did.Retired+1, did.Bytes+row.Bytes
+		if err := gone(row); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// Replay brings the index level with the store and makes the registry ready. It classifies again what the index lacks,
+// which after a loss of the index is everything.
+func (r *Registry) Replay(ctx context.Context) error {
+	r.writes.Lock()
+	defer r.writes.Unlock()
+	return r.replay(ctx)
+}
+
+// replay is Replay for those who hold writes.
+func (r *Registry) replay(ctx context.Context) error {
+	from, err := r.ix.Checkpoint(ctx)
+	if err != nil {
+		return err
+	}
+	began := time.Now()
+	re := replay{r: r, at: blobstore.Position(from), bases: map[string]identity.Aggregate{}}
+	for ref, err := range r.refs.Since(ctx, re.at) {
+		if err == nil {
+			err = re.add(ctx, ref)
+		}
+		if err != nil {
+			return fmt.Errorf("bring the index level with the store: %w", err)
+		}
+	}
+	if err := re.flush(ctx); err != nil {
+		return fmt.Errorf("bring the index level with the store: %w", err)
+	}
+	if re.n > 0 {
+		r.log.Info("index brought level with the store", "from", from, "refs", re.n, "took", time.Since(began))
+	}
+	r.kept.start(re.at)
+	r.state.CompareAndSwap(starting, ready)
+	return nil
+}
+
+// Reindex drops the index and makes it anew from the store. The registry serves nothing meanwhile. Open uploads and
+// blobs that wait for a manifest are forgotten.
+func (r *Registry) Reindex(ctx context.Context) error {
+	if !r.state.CompareAndSwap(ready, starting) && r.state.Load() == stopping {
+		return api.Errorf(api.CodeUnavailable, "the registry is stopping")
+	}
+	r.writes.Lock()
+	defer r.writes.Unlock()
+	if err := r.ix.Reset(ctx); err != nil {
+		return err
+	}
+	return r.replay(ctx)
+}
+
+// replay turns refs back into changes of the index, in batches.
+type replay struct {
+	r     *Registry
+	ops   []index.Op
+	bytes int
+	bases map[string]identity.Aggregate // by repository and digest: of the batch, which the index does not know yet
+	at    blobstore.Position
+	n     int
+}
+
+// The size of a batch.
+const (
+	replayOps   = 512
+	replayBytes = 8 << 20
+)
+
+func (re *replay) add(ctx context.Context, ref blobstore.PlacedRef) error {
+	op, err := re.op(ctx, ref.Ref)
+	if err != nil {
+		return fmt.Errorf("%s %s: %w", ref.Repo, ref.Name, err)
+	}
+	re.at = ref.After
+	re.n++
+	if err := index.Check(op); err != nil {
+		// One record must not keep the whole store from being served.
+		re.r.log.Error("ref left out of the index", "repository", ref.Repo, "name", ref.Name, "error", err)
+		return nil
+	}
+	re.ops, re.bytes = append(re.ops, op), re.bytes+len(ref.Manifest)
+	if len(re.ops) < replayOps && re.bytes < replayBytes {
+		return nil
+	}
+	return re.flush(ctx)
+}
+
+func (re *replay) flush(ctx context.Context) error {
+	if len(re.ops) == 0 {
+		return nil
+	}
+	err := re.r.ix.Apply(ctx, append(re.ops, index.Checkpoint{Position: uint64(re.at)})...)
+	re.ops, re.bytes = re.ops[:0], 0
+	clear(re.bases)
+	return err
+}
+
+func (re *replay) op(ctx context.Context, ref blobstore.Ref) (index.Op, error) {
+	isTag := ref.Name != ref.Digest.String()
+	switch {
+	case ref.Deleted && isTag:
+		return index.DeleteTag{Repo: ref.Repo, Tag: ref.Name, Seq: ref.Seq}, nil
+	case ref.Deleted:
+		return index.DeleteManifest{Repo: ref.Repo, Digest: ref.Digest, Seq: ref.Seq}, nil
+	case isTag:
+		return index.PutTag{Repo: ref.Repo, Tag: ref.Name, Digest: ref.Digest, Seq: ref.Seq}, nil
+	}
+	return re.manifest(ctx, ref)
+}
+
+// manifest derives again what is known of a manifest. One that can't be classified any more, as its blobs are gone or
+// the rules have become stricter, is kept all the same: it was acknowledged.
+func (re *replay) manifest(ctx context.Context, ref blobstore.Ref) (index.Op, error) {
+	m, err := classify.Parse(ref.MediaType, ref.Manifest)
+	if err != nil {
+		return nil, fmt.Errorf("%w: a manifest that was taken does not parse: %w", blobstore.ErrDamaged, err)
+	}
+	put, err := re.r.derive(ctx, ref.Repo, m, ref.Manifest)
+	switch {
+	case errors.Is(err, blobstore.ErrNotFound), errors.Is(err, api.ErrManifestInvalid):
+		re.r.log.Warn("manifest kept without classification", "repository", ref.Repo,
+			"digest", ref.Digest.String(), "error", err)
+		put.Record = index.Record{Repo: ref.Repo, Digest: ref.Digest, MediaType: m.MediaType, Size: int64(len(ref.Manifest)),
+			ArtifactType: m.ReferrerType(), Annotations: m.Annotations, Subject: m.Subject,
+			State: api.ContentIncomplete, Evidence: api.EvidenceNone}
+		put.Manifest, put.Refers = ref.Manifest, m.Refers()
+	case err != nil:
+		return nil, err
+	}
+	if base, ok := re.bases[ref.Repo+"\x00"+m.Subject.String()]; ok && put.Kind != api.KindBase && put.Aggregate.IsZero() {
+		put.Aggregate, put.Evidence = base, api.EvidenceAsserted
+	}
+	if put.Kind == api.KindBase && !put.Aggregate.IsZero() {
+		re.bases[ref.Repo+"\x00"+put.Digest.String()] = put.Aggregate
+	}
+	put.Seq, put.Created = ref.Seq, ref.Time
+	return put, nil
 }
 
 // Admin returns the handler of the administration socket. It asks nobody who they are: whoever can open the socket may

@@ -3,6 +3,7 @@ package registry
 import (
 	"cmp"
 	"context"
+	"crypto/rand"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -10,6 +11,7 @@ import (
 	"log/slog"
 	"net/http"
 	"net/url"
+	"slices"
 	"strconv"
 	"strings"
 	"syscall"
@@ -47,6 +49,7 @@ var routes = []route{
 	{"GET HEAD", "/health", nobody, (*Registry).getHealth},
 	{"GET HEAD", "/v1/health", nobody, (*Registry).getHealth},
 	{"GET HEAD", "/readyz", nobody, (*Registry).getReady},
+	{"GET HEAD", "/metrics", nobody, (*Registry).getMetrics},
 
 	{"GET HEAD", "/v2/", known, (*Registry).getPing},
 	{"POST", "/v2/{name:.+}/blobs/uploads/", access.Push, (*Registry).postUpload},
@@ -97,23 +100,39 @@ func allowed(m *mux.Router, r *http.Request) (methods []string) {
 	return methods
 }
 
+// Served describes a request that was answered.
+type Served struct {
+	Route   string // the path of its row of the route table, with names in braces; empty: there is none
+	Method  string // as the client sent it
+	Status  int
+	In, Out int64 // bytes of the bodies
+	Took    time.Duration
+	Err     error // why it was refused, or the answer broke off; nil: neither
+}
+
 // request is a request whose caller is known.
 type request struct {
 	*http.Request
+	id     string
 	caller access.Caller
 	idle   time.Duration
 	body   *progressReader
 }
 
-// serve wraps a handler: it finds the caller, turns an error into an answer, and logs. Deadlines move with progress;
-// there is none on a request as a whole.
+// serve wraps a handler: it finds the caller, turns an error into an answer, logs and counts. Deadlines move with
+// progress; there is none on a request as a whole.
 func (r *Registry) serve(rt route) http.HandlerFunc {
+	template := strings.ReplaceAll(rt.path, ":.+}", "}")
 	return func(hw http.ResponseWriter, hr *http.Request) {
 		began := time.Now()
 		w := &response{ResponseWriter: hw, control: http.NewResponseController(hw), idle: r.idle}
-		q := &request{Request: hr, idle: r.idle}
+		q := &request{Request: hr, id: requestID(hr.Header.Get(api.HeaderRequestID)), idle: r.idle}
 		q.body = &progressReader{r: hr.Body, control: w.control, idle: r.idle}
+		w.Header().Set(api.HeaderRequestID, q.id)
 		err := r.admit(rt, q)
+		if err == nil {
+			err = r.refuseChange(rt, w, q)
+		}
 		if err == nil {
 			err = rt.handle(r, w, q)
 		}
@@ -121,9 +140,40 @@ func (r *Registry) serve(rt route) http.HandlerFunc {
 			r.refuse(w, q, err)
 		}
 		w.extend() // for what is still buffered
-		r.record(w, q, err, time.Since(began))
+		did := Served{template, q.Method, w.status, q.body.n, w.n, time.Since(began), err}
+		r.record(q, did)
+		if r.observe != nil {
+			r.observe(did)
+		}
 	}
 }
+
+// requestID returns the id that a client gave its request, if it can stand in a log, else a new one.
+func requestID(given string) string {
+	strange := func(c rune) bool {
+		return (c < '0' || c > '9') && (c < 'a' || c > 'z') && (c < 'A' || c > 'Z') && c != '-' && c != '_' && c != '.'
+	}
+	if given == "" || len(given) > 64 || strings.ContainsFunc(given, strange) {
+		return rand.Text()
+	}
+	return given
+}
+
+// refuseChange refuses what would change something, if the registry is read-only.
+func (r *Registry) refuseChange(rt route, w *response, q *request) error {
+	changes := rt.need == access.Push || rt.need == access.Delete
+	if !r.readOnly || !changes || q.Method == http.MethodGet || q.Method == http.MethodHead {
+		return nil
+	}
+	reads := ""
+	if slices.ContainsFunc(routes, func(o route) bool { return o.path == rt.path && o.methods == "GET HEAD" }) {
+		reads = "GET, HEAD"
+	}
+	w.Header().Set("Allow", reads)
+	return errReadOnly
+}
+
+var errReadOnly = api.Errorf(api.CodeUnsupported, "this registry is read-only: it takes no pushes and no deletes")
 
 // admit finds out who the caller is, and turns away whoever may not use the route.
 func (r *Registry) admit(rt route, q *request) (err error) {
@@ -162,6 +212,9 @@ func (r *Registry) refuse(w *response, q *request, err error) {
 		if h != "Content-Range" || e.Code != api.CodeRangeInvalid {
 			w.Header().Del(h)
 		}
+	}
+	if e.Code == api.CodeInternal {
+		e = api.Errorf(e.Code, "the registry failed; its log says how, at request %s", q.id)
 	}
 	w.json(q, e.Status(), api.Errors{Errors: []*api.Error{e}})
 }
@@ -206,10 +259,10 @@ func asAPI(err error) *api.Error {
 }
 
 // record logs a request once: failures of the registry as errors, changes as information, the rest for debugging.
-func (r *Registry) record(w *response, q *request, err error, took time.Duration) {
+func (r *Registry) record(q *request, did Served) {
 	level := slog.LevelDebug
 	switch {
-	case err != nil && w.status >= 500:
+	case did.Err != nil && did.Status >= 500:
 		level = slog.LevelError
 	case q.Method != http.MethodGet && q.Method != http.MethodHead:
 		level = slog.LevelInfo
@@ -218,11 +271,12 @@ func (r *Registry) record(w *response, q *request, err error, took time.Duration
 		return
 	}
 	attrs := []slog.Attr{
-		slog.String("method", q.Method), slog.String("path", q.URL.Path), slog.Int("status", w.status),
-		slog.String("caller", q.caller.Name), slog.Int64("in", q.body.n), slog.Int64("out", w.n), slog.Duration("took", took),
+		slog.String("id", q.id), slog.String("method", did.Method), slog.String("path", q.URL.Path),
+		slog.Int("status", did.Status), slog.String("caller", q.caller.Name), slog.Int64("in", did.In),
+		slog.Int64("out", did.Out), slog.Duration("took", did.Took),
 	}
-	if err != nil {
-		attrs = append(attrs, slog.String("error", err.Error()))
+	if did.Err != nil {
+		attrs = append(attrs, slog.String("error", did.Err.Error()))
 	}
 	r.log.LogAttrs(context.WithoutCancel(q.Context()), level, "request", attrs...)
 }
@@ -421,6 +475,15 @@ func (r *Registry) getReady(w *response, q *request) error {
 	return w.json(q, http.StatusOK, struct {
 		Ready bool `json:"ready"`
 	}{true})
+}
+
+// getMetrics answers with the metrics, where they are to be served here.
+func (r *Registry) getMetrics(w *response, q *request) error {
+	if r.metrics == nil {
+		return api.Errorf(api.CodeRouteUnknown, "")
+	}
+	r.metrics.ServeHTTP(w, q.Request)
+	return nil
 }
 
 func (r *Registry) getOpenAPI(w *response, q *request) error {

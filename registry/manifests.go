@@ -4,10 +4,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"hash/crc32"
 	"net/http"
 	"slices"
 	"strings"
-	"time"
+	"sync"
 
 	"github.com/kiln-registry/kiln-registry/api"
 	"github.com/kiln-registry/kiln-registry/blobstore"
@@ -52,7 +53,7 @@ func unknownManifest(err error, repo string, ref api.Ref) error {
 //
 // ErrDigestInvalid if ref is a digest and not that of the body; ErrManifestInvalid if the manifest breaks a rule or
 // contradicts itself or the bytes; ErrManifestBlobUnknown and ErrSizeInvalid if a blob is not held by this repository
-// or has another size; ErrStoreFull.
+// or has another size; ErrDenied if an immutable tag names another manifest; ErrStoreFull.
 func (r *Registry) PutManifest(
 	ctx context.Context,
 	c access.Caller,
@@ -91,6 +92,7 @@ func (r *Registry) PutManifest(
 
 // keep makes a manifest and its tags durable, unless all of that is there.
 func (r *Registry) keep(ctx context.Context, put index.PutManifest, tags []string) (index.Record, error) {
+	defer r.holdTags(put.Repo, tags)()
 	put.Created = r.now()
 	old, err := r.ix.Get(ctx, put.Repo, put.Digest.String())
 	if err != nil && !errors.Is(err, index.ErrNotFound) {
@@ -104,6 +106,9 @@ func (r *Registry) keep(ctx context.Context, put index.PutManifest, tags []strin
 		at, err := r.ix.Get(ctx, put.Repo, tag)
 		if err != nil && !errors.Is(err, index.ErrNotFound) {
 			return old, err
+		}
+		if err == nil && at.Digest != put.Digest && r.immutable.Match(put.Repo, tag) {
+			return old, immutable(put.Repo, tag, at.Digest)
 		}
 		known = known && err == nil && at.Digest == put.Digest
 	}
@@ -133,6 +138,108 @@ func (r *Registry) keep(ctx context.Context, put index.PutManifest, tags []strin
 	return put.Record, err
 }
 
+// stripes are locks for any number of names. Two names may share one.
+type stripes [256]sync.RWMutex
+
+func stripeOf(name string) uint32 { return crc32.ChecksumIEEE([]byte(name)) % uint32(len(stripes{})) }
+
+// holdTags keeps two puts of one immutable tag apart, and a put from those who have the repository to themselves, until
+// release is called.
+func (r *Registry) holdTags(repo string, tags []string) (release func()) {
+	whole := &r.repos[stripeOf(repo)]
+	whole.RLock()
+	var held []uint32
+	for _, tag := range tags {
+		if r.immutable.Match(repo, tag) {
+			held = append(held, stripeOf(repo+":"+tag))
+		}
+	}
+	slices.Sort(held)
+	held = slices.Compact(held)
+	for _, i := range held {
+		r.tags[i].Lock()
+	}
+	return func() {
+		for _, i := range held {
+			r.tags[i].Unlock()
+		}
+		whole.RUnlock()
+	}
+}
+
+// holdRepo keeps everybody else from putting manifests and tags into a repository until release is called.
+func (r *Registry) holdRepo(repo string) (release func()) {
+	whole := &r.repos[stripeOf(repo)]
+	whole.Lock()
+	return whole.Unlock
+}
+
+func immutable(repo, tag string, d identity.Digest) error {
+	return api.Errorf(api.CodeDenied, "tag %s of %s is immutable, and names %s", tag, repo, d).
+		With(api.Immutable{Reason: api.CodeTagImmutable, Tag: tag, Digest: d.String()})
+}
+
+// checkDelete refuses to delete an immutable tag, or a manifest that one keeps: it names it, or an index that lists it.
+func (r *Registry) checkDelete(ctx context.Context, repo string, ref api.Ref, d identity.Digest) error {
+	if ref.Tag != "" {
+		if r.immutable.Match(repo, ref.Tag) {
+			return immutable(repo, ref.Tag, d)
+		}
+		return nil
+	}
+	indexes, err := r.indexesOf(ctx, repo)
+	if err != nil {
+		return err
+	}
+	seen := map[identity.Digest]bool{}
+	for todo := []identity.Digest{d}; len(todo) > 0; todo = todo[1:] {
+		at := todo[0]
+		if seen[at] {
+			continue
+		}
+		seen[at] = true
+		tags, err := r.ix.TagsOf(ctx, repo, at)
+		if err != nil {
+			return err
+		}
+		for _, tag := range tags {
+			if r.immutable.Match(repo, tag) {
+				return immutable(repo, tag, at)
+			}
+		}
+		todo = append(todo, indexes[at]...)
+	}
+	return nil
+}
+
+// indexesOf returns, for each manifest that an index of the repository lists, those indexes.
+func (r *Registry) indexesOf(ctx context.Context, repo string) (map[identity.Digest][]identity.Digest, error) {
+	indexes := map[identity.Digest][]identity.Digest{}
+	for rec, err := range r.ix.Find(ctx, index.Query{Repo: repo}) {
+		if err != nil {
+			return nil, err
+		}
+		if !(classify.Manifest{MediaType: rec.MediaType}).IsIndex() {
+			continue
+		}
+		_, body, err := r.ix.Manifest(ctx, repo, rec.Digest.String())
+		if errors.Is(err, index.ErrNotFound) {
+			continue // deleted meanwhile
+		}
+		if err != nil {
+			return nil, err
+		}
+		m, err := classify.Parse(rec.MediaType, body)
+		if err != nil {
+			return nil, fmt.Errorf("manifest %s of %s: %w", rec.Digest, repo, err)
+		}
+		for _, c := range m.Children {
+			indexes[c.Digest] = append(indexes[c.Digest], rec.Digest)
+		}
+	}
+	return indexes, nil
+}
+
 // sameFinding says whether a manifest was found to be the same as before. It may not be: when blobs were missing and
 // have come back.
 func sameFinding(a, b index.Record) bool {
@@ -141,6 +248,9 @@ func sameFinding(a, b index.Record) bool {
 
 // change makes a change of one repository: durable in the store first, then in the index.
 func (r *Registry) change(ctx context.Context, repo string, make func(seq uint64) ([]blobstore.Ref, []index.Op)) error {
+	if r.readOnly {
+		return errReadOnly
+	}
 	ctx = context.WithoutCancel(ctx) // once the store has it, the index gets it
 	r.writes.RLock()
 	defer r.writes.RUnlock()
@@ -273,14 +383,24 @@ func (r *Registry) checkSubject(ctx context.Context, c access.Caller, m classify
 	return nil
 }
 
-// DeleteManifest drops a tag, or a manifest with the tags that point to it, from a repository. ErrManifestUnknown.
+// DeleteManifest drops a tag, or a manifest with the tags that point to it, from a repository. ErrManifestUnknown;
+// ErrDenied for an immutable tag and for what one keeps.
 func (r *Registry) DeleteManifest(ctx context.Context, c access.Caller, repo string, ref api.Ref) error {
 	if err := c.Check(access.Delete, repo); err != nil {
 		return err
 	}
+	ruled := r.immutable.MatchRepo(repo)
+	if ruled {
+		defer r.holdRepo(repo)()
+	}
 	rec, err := r.ix.Get(ctx, repo, ref.String())
 	if err != nil {
 		return unknownManifest(err, repo, ref)
+	}
+	if ruled {
+		if err := r.checkDelete(ctx, repo, ref, rec.Digest); err != nil {
+			return err
+		}
 	}
 	tags := []string{ref.Tag}
 	if ref.Tag == "" {
@@ -309,142 +429,6 @@ func (r *Registry) DeleteManifest(ctx context.Context, c access.Caller, repo str
 		}
 		return refs, ops
 	})
-}
-
-// Replay brings the index level with the store and makes the registry ready. It classifies again what the index lacks,
-// which after a loss of the index is everything.
-func (r *Registry) Replay(ctx context.Context) error {
-	r.writes.Lock()
-	defer r.writes.Unlock()
-	return r.replay(ctx)
-}
-
-// replay is Replay for those who hold writes.
-func (r *Registry) replay(ctx context.Context) error {
-	from, err := r.ix.Checkpoint(ctx)
-	if err != nil {
-		return err
-	}
-	began := time.Now()
-	re := replay{r: r, at: blobstore.Position(from), bases: map[string]identity.Aggregate{}}
-	for ref, err := range r.refs.Since(ctx, re.at) {
-		if err == nil {
-			err = re.add(ctx, ref)
-		}
-		if err != nil {
-			return fmt.Errorf("bring the index level with the store: %w", err)
-		}
-	}
-	if err := re.flush(ctx); err != nil {
-		return fmt.Errorf("bring the index level with the store: %w", err)
-	}
-	if re.n > 0 {
-		r.log.Info("index brought level with the store", "from", from, "refs", re.n, "took", time.Since(began))
-	}
-	r.kept.start(re.at)
-	r.state.CompareAndSwap(starting, ready)
-	return nil
-}
-
-// Reindex drops the index and makes it anew from the store. The registry serves nothing meanwhile. Open uploads and
-// blobs that wait for a manifest are forgotten.
-func (r *Registry) Reindex(ctx context.Context) error {
-	if !r.state.CompareAndSwap(ready, starting) && r.state.Load() == stopping {
-		return api.Errorf(api.CodeUnavailable, "the registry is stopping")
-	}
-	r.writes.Lock()
-	defer r.writes.Unlock()
-	if err := r.ix.Reset(ctx); err != nil {
-		return err
-	}
-	return r.replay(ctx)
-}
-
-// replay turns refs back into changes of the index, in batches.
-type replay struct {
-	r     *Registry
-	ops   []index.Op
-	bytes int
-	bases map[string]identity.Aggregate // by repository and digest: of the batch, which the index does not know yet
-	at    blobstore.Position
-	n     int
-}
-
-// The size of a batch.
-const (
-	replayOps   = 512
-	replayBytes = 8 << 20
-)
-
-func (re *replay) add(ctx context.Context, ref blobstore.PlacedRef) error {
-	op, err := re.op(ctx, ref.Ref)
-	if err != nil {
-		return fmt.Errorf("%s %s: %w", ref.Repo, ref.Name, err)
-	}
-	re.at = ref.After
-	re.n++
-	if err := index.Check(op); err != nil {
-		// One record must not keep the whole store from being served.
-		re.r.log.Error("ref left out of the index", "repository", ref.Repo, "name", ref.Name, "error", err)
-		return nil
-	}
-	re.ops, re.bytes = append(re.ops, op), re.bytes+len(ref.Manifest)
-	if len(re.ops) < replayOps && re.bytes < replayBytes {
-		return nil
-	}
-	return re.flush(ctx)
-}
-
-func (re *replay) flush(ctx context.Context) error {
-	if len(re.ops) == 0 {
-		return nil
-	}
-	err := re.r.ix.Apply(ctx, append(re.ops, index.Checkpoint{Position: uint64(re.at)})...)
-	re.ops, re.bytes = re.ops[:0], 0
-	clear(re.bases)
-	return err
-}
-
-func (re *replay) op(ctx context.Context, ref blobstore.Ref) (index.Op, error) {
-	isTag := ref.Name != ref.Digest.String()
-	switch {
-	case ref.Deleted && isTag:
-		return index.DeleteTag{Repo: ref.Repo, Tag: ref.Name, Seq: ref.Seq}, nil
-	case ref.Deleted:
-		return index.DeleteManifest{Repo: ref.Repo, Digest: ref.Digest, Seq: ref.Seq}, nil
-	case isTag:
-		return index.PutTag{Repo: ref.Repo, Tag: ref.Name, Digest: ref.Digest, Seq: ref.Seq}, nil
-	}
-	return re.manifest(ctx, ref)
-}
-
-// manifest derives again what is known of a manifest. One that can't be classified any more, as its blobs are gone or
-// the rules have become stricter, is kept all the same: it was acknowledged.
-func (re *replay) manifest(ctx context.Context, ref blobstore.Ref) (index.Op, error) {
-	m, err := classify.Parse(ref.MediaType, ref.Manifest)
-	if err != nil {
-		return nil, fmt.Errorf("%w: a manifest that was taken does not parse: %w", blobstore.ErrDamaged, err)
-	}
-	put, err := re.r.derive(ctx, ref.Repo, m, ref.Manifest)
-	switch {
-	case errors.Is(err, blobstore.ErrNotFound), errors.Is(err, api.ErrManifestInvalid):
-		re.r.log.Warn("manifest kept without classification", "repository", ref.Repo,
-			"digest", ref.Digest.String(), "error", err)
-		put.Record = index.Record{Repo: ref.Repo, Digest: ref.Digest, MediaType: m.MediaType, Size: int64(len(ref.Manifest)),
-			ArtifactType: m.ReferrerType(), Annotations: m.Annotations, Subject: m.Subject,
-			State: api.ContentIncomplete, Evidence: api.EvidenceNone}
-		put.Manifest, put.Refers = ref.Manifest, m.Refers()
-	case err != nil:
-		return nil, err
-	}
-	if base, ok := re.bases[ref.Repo+"\x00"+m.Subject.String()]; ok && put.Kind != api.KindBase && put.Aggregate.IsZero() {
-		put.Aggregate, put.Evidence = base, api.EvidenceAsserted
-	}
-	if put.Kind == api.KindBase && !put.Aggregate.IsZero() {
-		re.bases[ref.Repo+"\x00"+put.Digest.String()] = put.Aggregate
-	}
-	put.Seq, put.Created = ref.Seq, ref.Time
-	return put, nil
 }
 
 func (q *request) repoRef() (string, api.Ref, error) {

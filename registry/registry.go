@@ -36,7 +36,7 @@ const (
 	defaultIdle = time.Minute
 )
 
-// Config is what a registry is made of. All fields but Clock and IdleTimeout are needed.
+// Config is what a registry is made of. The fields up to Log are needed.
 type Config struct {
 	Store       blobstore.Store
 	Refs        blobstore.Refs
@@ -49,6 +49,11 @@ type Config struct {
 	VerifyReads bool             // hash blobs that are sent whole, and break off before the end of one that is damaged
 	Clock       func() time.Time // nil: time.Now
 	IdleTimeout time.Duration    // how long a request or an answer may make no progress; zero: one minute
+	ReadOnly    bool             // refuse every change; what is there is served
+	// Immutable are the tags that keep naming what they were first put for; neither they nor that can be deleted.
+	Immutable access.TagPatterns
+	Observe   func(Served) // told of each request when it has been answered; nil: nobody is
+	Metrics   http.Handler // what /metrics answers, to anybody; nil: it is no route
 }
 
 // Registry is a registry. It is safe for concurrent use. It owns none of its parts: whoever made them closes them,
@@ -64,6 +69,14 @@ type Registry struct {
 	now     func() time.Time
 	idle    time.Duration
 	router  http.Handler
+
+	readOnly bool
+	observe  func(Served)
+	metrics  http.Handler
+
+	immutable access.TagPatterns
+	repos     stripes // by repository: held for reading by puts of manifests
+	tags      stripes // by repository and tag: held by puts of an immutable tag
 
 	state   atomic.Int32
 	writes  sync.RWMutex // held for writing while the index is rebuilt
@@ -95,6 +108,7 @@ func New(c Config) (*Registry, error) {
 	r := &Registry{
 		store: c.Store, refs: c.Refs, uploads: c.Uploads, ix: c.Index, access: c.Access, log: c.Log,
 		version: c.Version, now: c.Clock, idle: c.IdleTimeout, large: make(chan struct{}, 1),
+		readOnly: c.ReadOnly, observe: c.Observe, metrics: c.Metrics, immutable: c.Immutable,
 	}
 	if r.now == nil {
 		r.now = time.Now

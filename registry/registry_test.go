@@ -40,6 +40,7 @@ type server struct {
 	log   *bytes.Buffer
 	token string        // sent with every request if set
 	ended chan struct{} // gets one for each request that ended, as long as there is room
+	with  func(*registry.Config)
 }
 
 func newServer(t *testing.T) *server {
@@ -72,11 +73,15 @@ func (s *server) start() {
 	if s.ix, err = index.New(ctx, kv); err != nil {
 		s.t.Fatal(err)
 	}
-	s.reg, err = registry.New(registry.Config{
+	c := registry.Config{
 		Store: s.store, Refs: s.store, Uploads: s.store, Index: s.ix, Access: s.gate, Version: "test",
 		Log: slog.New(slog.NewTextHandler(s.log, nil)), IdleTimeout: s.idle, Clock: s.clock,
-	})
-	if err != nil {
+		Metrics: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { io.WriteString(w, "x 1\n") }),
+	}
+	if s.with != nil {
+		s.with(&c)
+	}
+	if s.reg, err = registry.New(c); err != nil {
 		s.t.Fatal(err)
 	}
 	if err := s.reg.Replay(ctx); err != nil {

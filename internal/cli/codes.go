@@ -114,6 +114,7 @@ func hintOf(err error) string {
 	code := kind(err)
 	var h *hint
 	var record tls.RecordHeaderError
+	var refused *api.Error
 	switch {
 	case errors.As(err, &h):
 		return h.text
@@ -125,6 +126,8 @@ func hintOf(err error) string {
 		return "free some space; the same command goes on from where this one stopped"
 	case errors.Is(err, api.ErrStoreFull):
 		return "the registry's own disk is full; what it has acknowledged is kept"
+	case errors.As(err, &refused) && refused.Reason() == api.CodeTagImmutable:
+		return "that registry keeps such tags as they are; use another tag"
 	case code == CodeDenied:
 		return "set KILN_TOKEN, give --token-file FILE, or run docker login; the token needs the right for this repository"
 	case code == CodeUnreachable:
