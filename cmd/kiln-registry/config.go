@@ -167,7 +167,7 @@ func (o opening) openIndex(ctx context.Context, id string) (*index.Index, error)
 	if err != nil {
 		return nil, o.damaged(err)
 	}
-	ix, err := index.New(ctx, kv)
+	ix, err := index.New(ctx, breakable(kv))
 	if err != nil {
 		return nil, errors.Join(o.damaged(err), kv.Close())
 	}

@@ -37,18 +37,28 @@ const (
 // Disk changes files and folders. The zero Disk is the real one.
 type Disk struct {
 	// Fault, if set, stands in for every change: it may call do and return its error (no fault), return an error without
-	// calling do (failed and lost), or call do and return an error all the same (failed but persisted). It must be safe
-	// for concurrent use. Only tests set it.
+	// calling do (failed and lost), or call do and return an error all the same (failed but persisted). Of an OpWrite it
+	// may return a ShortWrite without calling do. It must be safe for concurrent use. Only tests set it.
 	Fault func(op Op, path string, do func() error) error
 	// Boot, if set, is what BootID returns. Only tests set it.
 	Boot string
 }
 
+// ShortWrite is what a Fault returns for an OpWrite of which only the first half of the bytes is to be written.
+type ShortWrite struct{ Err error }
+
+// Error returns that of Err.
+func (s ShortWrite) Error() string { return s.Err.Error() }
+
+// Unwrap returns Err.
+func (s ShortWrite) Unwrap() error { return s.Err }
+
 func (d Disk) do(op Op, path string, do func() error) error {
-	if d.Fault == nil {
+	fault := d.faults()
+	if fault == nil {
 		return do()
 	}
-	return d.Fault(op, path, do)
+	return fault(op, path, do)
 }
 
 // WriteFile makes data the whole content of the file at path, whether or not there is one. It is durable on return. On

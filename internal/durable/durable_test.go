@@ -108,6 +108,31 @@ func TestWriteFileFaults(t *testing.T) {
 	}
 }
 
+// TestShortWrite: of a write that is cut short the caller learns how much there is.
+func TestShortWrite(t *testing.T) {
+	d := Disk{Fault: func(op Op, _ string, do func() error) error {
+		if op == OpWrite {
+			return ShortWrite{errInjected}
+		}
+		return do()
+	}}
+	path := filepath.Join(t.TempDir(), "f")
+	f, err := d.OpenFile(path, os.O_RDWR|os.O_CREATE, 0o600)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	if n, err := f.WriteAt([]byte("01234567"), 2); n != 4 || !errors.Is(err, errInjected) {
+		t.Errorf("WriteAt: %d, %v", n, err)
+	}
+	if n, err := f.Write([]byte("ab")); n != 1 || !errors.Is(err, errInjected) {
+		t.Errorf("Write: %d, %v", n, err)
+	}
+	if got := read(t, path); got != "a\x000123" {
+		t.Errorf("content %q", got)
+	}
+}
+
 func TestPublishNewKeepsWhatIsThere(t *testing.T) {
 	dir := t.TempDir()
 	path := filepath.Join(dir, "f")

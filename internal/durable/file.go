@@ -62,19 +62,27 @@ func (f *File) ReadAt(b []byte, off int64) (int, error) { return f.f.ReadAt(b, o
 
 // Write writes at the file's own position.
 func (f *File) Write(b []byte) (n int, err error) {
-	if f.d.Fault == nil {
+	if f.d.faults() == nil {
 		return f.f.Write(b)
 	}
-	err = f.d.do(OpWrite, f.Name(), func() (err error) { n, err = f.f.Write(b); return err })
-	return n, err
+	return f.write(b, f.f.Write)
 }
 
 // WriteAt writes at an offset.
 func (f *File) WriteAt(b []byte, off int64) (n int, err error) {
-	if f.d.Fault == nil {
+	if f.d.faults() == nil {
 		return f.f.WriteAt(b, off)
 	}
-	err = f.d.do(OpWrite, f.Name(), func() (err error) { n, err = f.f.WriteAt(b, off); return err })
+	return f.write(b, func(b []byte) (int, error) { return f.f.WriteAt(b, off) })
+}
+
+// write writes b, or the half of it, as the fault says.
+func (f *File) write(b []byte, write func([]byte) (int, error)) (n int, err error) {
+	err = f.d.do(OpWrite, f.Name(), func() (err error) { n, err = write(b); return err })
+	if short := (ShortWrite{}); errors.As(err, &short) {
+		n, err = write(b[:len(b)/2])
+		err = errors.Join(err, short.Err)
+	}
 	return n, err
 }
 
