@@ -36,7 +36,7 @@ func (r *Registry) HeadBlob(
 	repo string,
 	d identity.Digest,
 ) (blobstore.Info, error) {
-	if !c.May(access.Push, repo) {
+	if r.readOnly || !c.May(access.Push, repo) {
 		return r.StatBlob(ctx, c, repo, d)
 	}
 	defer r.locks.Hold(d)()

@@ -14,6 +14,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -110,6 +111,20 @@ type Served struct {
 	Err     error // why it was refused, or the answer broke off; nil: neither
 }
 
+// Traffic is what went over the connections since the registry was made, requests that run included.
+type Traffic struct {
+	Received, Sent int64 // bytes of bodies
+	Running        int64 // requests that are being answered
+}
+
+// Traffic returns the traffic so far.
+func (r *Registry) Traffic() Traffic {
+	return Traffic{r.traffic.received.Load(), r.traffic.sent.Load(), r.traffic.running.Load()}
+}
+
+// traffic counts as the bytes pass.
+type traffic struct{ received, sent, running atomic.Int64 }
+
 // request is a request whose caller is known.
 type request struct {
 	*http.Request
@@ -125,9 +140,11 @@ func (r *Registry) serve(rt route) http.HandlerFunc {
 	template := strings.ReplaceAll(rt.path, ":.+}", "}")
 	return func(hw http.ResponseWriter, hr *http.Request) {
 		began := time.Now()
-		w := &response{ResponseWriter: hw, control: http.NewResponseController(hw), idle: r.idle}
+		r.traffic.running.Add(1)
+		defer r.traffic.running.Add(-1)
+		w := &response{ResponseWriter: hw, control: http.NewResponseController(hw), idle: r.idle, sent: &r.traffic.sent}
 		q := &request{Request: hr, id: requestID(hr.Header.Get(api.HeaderRequestID)), idle: r.idle}
-		q.body = &progressReader{r: hr.Body, control: w.control, idle: r.idle}
+		q.body = &progressReader{r: hr.Body, control: w.control, idle: r.idle, received: &r.traffic.received}
 		w.Header().Set(api.HeaderRequestID, q.id)
 		err := r.admit(rt, q)
 		if err == nil {
@@ -345,17 +362,19 @@ func (q *request) document(limit int64) ([]byte, error) {
 
 // progressReader reads a request's body and gives the client another idle period before each read.
 type progressReader struct {
-	r       io.Reader
-	control *http.ResponseController
-	idle    time.Duration
-	n       int64
-	err     error // the last one, unless it was the end
+	r        io.Reader
+	control  *http.ResponseController
+	idle     time.Duration
+	received *atomic.Int64 // over all requests
+	n        int64
+	err      error // the last one, unless it was the end
 }
 
 func (p *progressReader) Read(b []byte) (int, error) {
 	_ = p.control.SetReadDeadline(time.Now().Add(p.idle)) // not every ResponseWriter has deadlines
 	n, err := p.r.Read(b)
 	p.n += int64(n)
+	p.received.Add(int64(n))
 	if err != nil && err != io.EOF {
 		p.err = err
 	}
@@ -372,6 +391,7 @@ type response struct {
 	http.ResponseWriter
 	control *http.ResponseController
 	idle    time.Duration
+	sent    *atomic.Int64 // over all answers
 	status  int
 	n       int64
 }
@@ -396,6 +416,7 @@ func (w *response) Write(b []byte) (int, error) {
 	w.extend()
 	n, err := w.ResponseWriter.Write(b)
 	w.n += int64(n)
+	w.sent.Add(int64(n))
 	return n, err
 }
 
@@ -414,6 +435,7 @@ func (w *response) ReadFrom(src io.Reader) (total int64, err error) {
 		total += n
 		limited.N -= n
 		w.n += n
+		w.sent.Add(n)
 		if err != nil || n == 0 {
 			return total, err
 		}

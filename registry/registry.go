@@ -73,6 +73,7 @@ type Registry struct {
 	readOnly bool
 	observe  func(Served)
 	metrics  http.Handler
+	traffic  traffic
 
 	immutable access.TagPatterns
 	repos     stripes // by repository: held for reading by puts of manifests
@@ -200,6 +201,24 @@ func (r *Registry) purgeIndex(ctx context.Context) error {
 	return err
 }
 
+// OpenUploads counts the uploads that were begun and have not ended.
+func (r *Registry) OpenUploads(ctx context.Context) (n int, err error) {
+	for _, err := range r.ix.ExpiredUploads(ctx, r.now().Add(2*uploadTTL)) { // none stays longer
+		if err != nil {
+			return n, err
+		}
+		n++
+	}
+	return n, nil
+}
+
+// Positions returns up to which position of the store changes are known, and up to which the index has all of them.
+// They are the same while nothing is put.
+func (r *Registry) Positions(ctx context.Context) (store, index uint64, err error) {
+	index, err = r.ix.Checkpoint(ctx)
+	return max(uint64(r.kept.last()), index), index, err
+}
+
 // Collector returns what collects the blobs that nothing refers to. It may be used once Replay has ended.
 func (r *Registry) Collector() *upkeep.Collector { return r.collector }
 
@@ -308,6 +327,13 @@ func (w *watermark) reach(p pass, at blobstore.Position) blobstore.Position {
 		level = min(level, w.floor)
 	}
 	return level
+}
+
+// last returns the highest position that is known.
+func (w *watermark) last() blobstore.Position {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.returned
 }
 
 // end says that the ref is in the index, or that nobody knows whether it is.

@@ -8,6 +8,7 @@ import (
 	"net/http/httptest"
 	"os"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -71,9 +72,10 @@ func TestFilesReachTheConnection(t *testing.T) {
 		t.Fatal(err)
 	}
 	s := &sink{ResponseWriter: httptest.NewRecorder()}
-	w := &response{ResponseWriter: s, control: http.NewResponseController(s), idle: time.Second}
+	var sent atomic.Int64
+	w := &response{ResponseWriter: s, control: http.NewResponseController(s), idle: time.Second, sent: &sent}
 	n, err := w.ReadFrom(&io.LimitedReader{R: f, N: size})
-	if n != size || err != nil || s.sent != size || w.n != size || len(s.sources) != 4 {
+	if n != size || err != nil || s.sent != size || w.n != size || sent.Load() != size || len(s.sources) != 4 {
 		t.Fatal(n, err, s.sent, len(s.sources))
 	}
 	for _, src := range s.sources {

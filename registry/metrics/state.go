@@ -1,0 +1,132 @@
+package metrics
+
+import (
+	"context"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/kiln-registry/kiln-registry/registry"
+)
+
+// scrapeTimeout is how long the registry is asked for its state.
+const scrapeTimeout = 5 * time.Second
+
+// Watch adds the state of a registry: what is read when the metrics are. It may be called once.
+func (m *Metrics) Watch(r *registry.Registry) { m.all.MustRegister(&state{r, m}) }
+
+// state reads a registry.
+type state struct {
+	reg *registry.Registry
+	m   *Metrics
+}
+
+func desc(name, help string, labels ...string) *prometheus.Desc {
+	return prometheus.NewDesc(name, help, labels, nil)
+}
+
+var (
+	received = desc("kiln_http_received_bytes_total", "Bytes of bodies of requests, also of those that run.")
+	sent     = desc("kiln_http_sent_bytes_total", "Bytes of bodies of answers, also of those that run.")
+	running  = desc("kiln_http_requests_running", "Requests that are being answered.")
+	isReady  = desc("kiln_ready", "1 when /readyz says so, else 0.")
+
+	uploads  = desc("kiln_uploads_open", "Uploads that were begun and have not ended, of this and of earlier processes.")
+	refsAt   = desc("kiln_refs_position", "Position of the store up to which changes of manifests and tags are known.")
+	indexAt  = desc("kiln_index_position", "Position of the store up to which the index has them; less: it lags behind.")
+	asideNow = desc("kiln_quarantined_blobs", "Blobs that were set aside as they are damaged.")
+
+	gcEnded = desc("kiln_gc_last_end_timestamp_seconds", "When the last collection ended that ran to its end.")
+	gcTook  = desc("kiln_gc_last_duration_seconds", "How long that collection took.")
+	gcBlobs = desc("kiln_gc_last_blobs", "Blobs that it found, by what became of them.", "state")
+	gcBytes = desc("kiln_gc_last_bytes", "Bytes of those.", "state")
+
+	scrubBegan = desc("kiln_scrub_begin_timestamp_seconds", "When the pass over all blobs began that runs or was the last.")
+	scrubEnded = desc("kiln_scrub_end_timestamp_seconds", "When it ended; absent while it runs.")
+	scrubBlobs = desc("kiln_scrub_blobs", "Blobs that it has read so far.")
+	scrubBytes = desc("kiln_scrub_read_bytes", "Bytes of those.")
+	scrubFound = desc("kiln_scrub_findings", "Blobs that were not read well, by what was found.", "verdict")
+)
+
+// Describe implements prometheus.Collector.
+func (s *state) Describe(to chan<- *prometheus.Desc) {
+	for _, d := range []*prometheus.Desc{
+		received, sent, running, isReady, uploads, refsAt, indexAt, asideNow, gcEnded, gcTook, gcBlobs, gcBytes,
+		scrubBegan, scrubEnded, scrubBlobs, scrubBytes, scrubFound,
+	} {
+		to <- d
+	}
+}
+
+// out sends samples.
+type out chan<- prometheus.Metric
+
+func (o out) gauge(d *prometheus.Desc, v float64, labels ...string) {
+	o <- prometheus.MustNewConstMetric(d, prometheus.GaugeValue, v, labels...)
+}
+
+func (o out) counter(d *prometheus.Desc, v int64) {
+	o <- prometheus.MustNewConstMetric(d, prometheus.CounterValue, float64(v))
+}
+
+func (o out) time(d *prometheus.Desc, t time.Time) {
+	if !t.IsZero() {
+		o.gauge(d, float64(t.UnixMilli())/1000)
+	}
+}
+
+// Collect implements prometheus.Collector. What can't be found out is left out and logged.
+func (s *state) Collect(to chan<- prometheus.Metric) {
+	ctx, cancel := context.WithTimeout(context.Background(), scrapeTimeout)
+	defer cancel()
+	o := out(to)
+	t := s.reg.Traffic()
+	o.counter(received, t.Received)
+	o.counter(sent, t.Sent)
+	o.gauge(running, float64(t.Running))
+	h := s.reg.Health()
+	up := 0.0
+	if h.Status != "maintenance" {
+		up = 1
+	}
+	o.gauge(isReady, up)
+	o.gauge(asideNow, float64(h.Quarantined))
+	if n, err := s.reg.OpenUploads(ctx); err != nil {
+		s.m.log.Error("metrics: count uploads", "error", err)
+	} else {
+		o.gauge(uploads, float64(n))
+	}
+	if store, ix, err := s.reg.Positions(ctx); err != nil {
+		s.m.log.Error("metrics: position of the index", "error", err)
+	} else {
+		o.gauge(refsAt, float64(store))
+		o.gauge(indexAt, float64(ix))
+	}
+	s.upkeep(o)
+}
+
+func (s *state) upkeep(o out) {
+	if c := s.reg.Collector().Last(); c != nil {
+		o.time(gcEnded, c.Ended)
+		o.gauge(gcTook, c.Ended.Sub(c.Began).Seconds())
+		for state, n := range map[string]struct{ blobs, bytes int64 }{
+			"held": {c.Held.Blobs, c.Held.Bytes}, "leased": {c.Leased.Blobs, c.Leased.Bytes},
+			"young": {c.Young.Blobs, c.Young.Bytes}, "unused": {c.Unused.Blobs, c.Unused.Bytes},
+			"removed": {c.Removed.Blobs, c.Removed.Bytes},
+		} {
+			o.gauge(gcBlobs, float64(n.blobs), state)
+			o.gauge(gcBytes, float64(n.bytes), state)
+		}
+	}
+	p := s.reg.Scrubber().Pass()
+	if p.Began.IsZero() {
+		return
+	}
+	o.time(scrubBegan, p.Began)
+	o.time(scrubEnded, p.Ended)
+	o.gauge(scrubBlobs, float64(p.Read.Blobs))
+	o.gauge(scrubBytes, float64(p.Read.Bytes))
+	for verdict, n := range map[string]int64{"damaged": p.Damaged, "unsteady": p.Unsteady, "unreadable": p.Unreadable} {
+		o.gauge(scrubFound, float64(n), verdict)
+	}
+}
