@@ -123,8 +123,10 @@ func New(c Config) (*Registry, error) {
 	}
 	r.collector = &upkeep.Collector{
 		Store: c.Store, Index: c.Index, Locks: &r.locks, Enter: r.enter, Log: c.Log, Now: r.now,
+		ReadOnly: c.ReadOnly,
 	}
 	r.scrubber = upkeep.NewScrubber(c.Store, c.Index, c.Log, r.now, r.aside.changed)
+	r.scrubber.ReadOnly = c.ReadOnly
 	r.router = newRouter(r)
 	return r, nil
 }
@@ -159,8 +161,11 @@ func (r *Registry) Health() api.Health {
 }
 
 // Purge drops what has run out: uploads that nobody went on with, and the leases of blobs for which no manifest came.
-// It returns how many uploads those were.
+// It returns how many uploads those were. A read-only registry drops nothing.
 func (r *Registry) Purge(ctx context.Context) (uploads int, err error) {
+	if r.readOnly {
+		return 0, nil
+	}
 	for u, err := range r.uploads.Uploads(ctx) {
 		if err != nil {
 			return uploads, fmt.Errorf("list uploads: %w", err)

@@ -3,11 +3,13 @@ package registry_test
 import (
 	"bytes"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"maps"
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -15,6 +17,7 @@ import (
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/registry"
 	"github.com/kiln-registry/kiln-registry/registry/access"
+	"github.com/kiln-registry/kiln-registry/registry/upkeep"
 )
 
 // restart starts the registry again with another configuration.
@@ -32,6 +35,8 @@ func TestReadOnly(t *testing.T) {
 	at := s.begin("team/model")
 	s.want(202, "PATCH", at, []byte("half"))
 	before := s.export()
+	var ahead atomic.Int64
+	s.clock = func() time.Time { return time.Now().Add(time.Duration(ahead.Load())) }
 	s.restart(func(c *registry.Config) { c.ReadOnly = true })
 	for _, q := range []struct{ method, path, allow string }{
 		{"POST", api.PathUploads("team/model"), ""},
@@ -59,6 +64,23 @@ func TestReadOnly(t *testing.T) {
 	if _, err := s.reg.Retain(t.Context(), access.Everyone(), retention, untagged); err != nil { // nothing to do
 		t.Error(err)
 	}
+	if _, err := s.reg.Collector().Collect(t.Context(), upkeep.Terms{}); !errors.Is(err, upkeep.ErrReadOnly) {
+		t.Error("collect:", err)
+	}
+	s.reg.Collector().Run(t.Context(), time.Nanosecond, upkeep.Terms{}) // has nothing to do
+	if _, err := s.reg.Collector().Collect(t.Context(), upkeep.Terms{DryRun: true}); err != nil {
+		t.Error("dry run:", err)
+	}
+	cut(t, findBlob(t, s.dir, blob), []byte("y"))
+	if did, err := s.reg.Scrubber().Scrub(t.Context(), upkeep.Order{}); err != nil || did.Damaged != 1 ||
+		s.reg.Health().Quarantined != 0 {
+		t.Errorf("scrub: %+v, %v", did, err)
+	}
+	ahead.Store(int64(1000 * time.Hour))
+	if n, err := s.reg.Purge(t.Context()); n != 0 || err != nil {
+		t.Error("purge:", n, err)
+	}
+	ahead.Store(0)
 	if got := s.export(); got != before {
 		t.Errorf("it changed:\n%s\n---\n%s", before, got)
 	}

@@ -41,7 +41,8 @@ var (
 	gcBlobs = desc("kiln_gc_last_blobs", "Blobs that it found, by what became of them.", "state")
 	gcBytes = desc("kiln_gc_last_bytes", "Bytes of those.", "state")
 
-	scrubBegan = desc("kiln_scrub_begin_timestamp_seconds", "When the pass over all blobs began that runs or was the last.")
+	scrubBegan = desc("kiln_scrub_begin_timestamp_seconds",
+		"When the pass over all blobs began that runs, or the last one.")
 	scrubEnded = desc("kiln_scrub_end_timestamp_seconds", "When it ended; absent while it runs.")
 	scrubBlobs = desc("kiln_scrub_blobs", "Blobs that it has read so far.")
 	scrubBytes = desc("kiln_scrub_read_bytes", "Bytes of those.")

@@ -17,6 +17,8 @@ import (
 var (
 	// ErrRunning: the same is being done already.
 	ErrRunning = errors.New("one is running already")
+	// ErrReadOnly: the registry is read-only, so that nothing is removed.
+	ErrReadOnly = errors.New("the registry is read-only")
 	// ErrTooMuch: so large a share of the store would go that it looks like a mistake. Nothing was removed, or no more was.
 	ErrTooMuch = errors.New("too much of the store would go")
 )
@@ -91,6 +93,8 @@ type Collector struct {
 	Enter func(context.Context) (leave func(), err error)
 	Log   *slog.Logger
 	Now   func() time.Time
+	// ReadOnly leaves only dry runs, and nothing for Run to do.
+	ReadOnly bool
 
 	running sync.Mutex
 	last    atomic.Pointer[Collection]
@@ -107,8 +111,12 @@ type collectState struct {
 }
 
 // Collect counts first, and then removes what nothing refers to. It ends with an error at the first thing that it can't
-// find out, and never removes a blob in doubt. ErrRunning, ErrTooMuch. What it returns is true also with an error.
+// find out, and never removes a blob in doubt. ErrRunning, ErrTooMuch, ErrReadOnly. What it returns is true also with
+// an error.
 func (c *Collector) Collect(ctx context.Context, t Terms) (Collection, error) {
+	if c.ReadOnly && !t.DryRun {
+		return Collection{}, fmt.Errorf("collect: %w", ErrReadOnly)
+	}
 	if !c.running.TryLock() {
 		return Collection{}, fmt.Errorf("collect: %w", ErrRunning)
 	}
@@ -132,7 +140,7 @@ func (c *Collector) Collect(ctx context.Context, t Terms) (Collection, error) {
 // Run collects at an interval until ctx ends. An index that knows of no collection, as it is new or was made anew, is
 // first given one interval.
 func (c *Collector) Run(ctx context.Context, every time.Duration, t Terms) {
-	for {
+	for !c.ReadOnly {
 		next, err := c.next(ctx, every)
 		if err == nil && wait(ctx, next.Sub(c.Now())) != nil {
 			return

@@ -40,7 +40,7 @@ type Failure struct {
 	Message string `json:"message"`
 }
 
-var reasons = map[string]error{"running": ErrRunning, "too-much": ErrTooMuch}
+var reasons = map[string]error{"running": ErrRunning, "too-much": ErrTooMuch, "read-only": ErrReadOnly}
 
 // FailureOf returns err for the other end of a socket.
 func FailureOf(err error) *Failure {

@@ -77,6 +77,9 @@ func (s *Scrubbing) add(f Finding) {
 // Scrubber reads the blobs of a store again, and sets aside those that are no longer what their digests say. It is made
 // by NewScrubber.
 type Scrubber struct {
+	// ReadOnly leaves blobs that are damaged where they are: they are only reported.
+	ReadOnly bool
+
 	store blobstore.Store
 	ix    *index.Index
 	log   *slog.Logger
@@ -295,7 +298,7 @@ func (s *Scrubber) hash(
 func (s *Scrubber) setAside(ctx context.Context, i blobstore.Info, f Finding) Finding {
 	s.log.Error("blob damaged", "digest", i.Digest.String(), "size", i.Size, "why", f.Why)
 	q, ok := s.store.(blobstore.Quarantine)
-	if !ok {
+	if !ok || s.ReadOnly {
 		return f
 	}
 	err := q.SetAside(ctx, i, f.Why)
