@@ -31,6 +31,7 @@ const unnamedMark = "u"
 type live struct {
 	Copy string `json:"copy"`
 	Size int64  `json:"size"`
+	Salt string `json:"salt"` // random
 }
 
 // hiddenSize is less than any marker has that shows a copy, and so can be told in a listing.
@@ -163,7 +164,7 @@ func (r *reader) Read(b []byte) (n int, err error) {
 			return n, fmt.Errorf("%w: read blob: %s broke off at byte %d of %d: %w",
 				blobstore.ErrUnavailable, r.key, r.at, r.size, err)
 		}
-		if err := bucket.Pause(r.ctx, r.tries); err != nil {
+		if err := r.st.b.Pause(r.ctx, r.tries); err != nil {
 			return n, err
 		}
 	}
@@ -230,7 +231,7 @@ func (st *Store) hide(ctx context.Context, i blobstore.Info) (hidden bool, err e
 		if err == nil || !errors.Is(err, bucket.ErrConflict) || tries >= bucket.Attempts {
 			return err == nil, err
 		}
-		if err := bucket.Pause(ctx, tries); err != nil {
+		if err := st.b.Pause(ctx, tries); err != nil {
 			return false, err
 		}
 	}
@@ -261,7 +262,7 @@ func (st *Store) bar(ctx context.Context, d identity.Digest, copy string) (shown
 		if !errors.Is(err, bucket.ErrConflict) || tries >= bucket.Attempts {
 			return false, err
 		}
-		if err := bucket.Pause(ctx, tries); err != nil {
+		if err := st.b.Pause(ctx, tries); err != nil {
 			return false, err
 		}
 	}
@@ -296,7 +297,7 @@ func (st *Store) putIf(ctx context.Context, key string, body []byte, only bucket
 // publish shows a copy of d whose bytes are stored and verified, unless another one is shown already, and returns what
 // is shown then. It is durable.
 func (st *Store) publish(ctx context.Context, d identity.Digest, copy string, size int64) (blobstore.Info, error) {
-	body, err := seal(live{copy, size})
+	body, err := seal(live{copy, size, rand.Text()})
 	if err != nil {
 		return blobstore.Info{}, err
 	}
@@ -315,7 +316,7 @@ func (st *Store) publish(ctx context.Context, d identity.Digest, copy string, si
 		if !errors.Is(err, bucket.ErrConflict) || tries >= bucket.Attempts {
 			return blobstore.Info{}, err
 		}
-		if err := bucket.Pause(ctx, tries); err != nil {
+		if err := st.b.Pause(ctx, tries); err != nil {
 			return blobstore.Info{}, err
 		}
 	}

@@ -58,8 +58,8 @@ type Options struct {
 	// Tries is how often a request is made that fails for a reason that may pass. Zero means the usual number.
 	Tries int
 
-	ttl   time.Duration // instead of OwnerTTL; zero: that
-	stall time.Duration // how long a request may make no progress; zero: as usual
+	ttl    time.Duration  // instead of OwnerTTL; zero: that
+	limits bucket.Options // but Transport and Tries
 }
 
 // Store is a store in a bucket. It implements blobstore.Store, Uploads and Refs.
@@ -188,7 +188,8 @@ func unseal(body []byte, v any) error {
 // Open opens a store. The error is blobstore.ErrNotStore if there is none, blobstore.ErrInUse if another process owns
 // it, and blobstore.ErrUnavailable if the server can't be reached.
 func Open(ctx context.Context, c Config, o Options) (*Store, error) {
-	b, err := bucket.Dial(c, bucket.Options{Transport: o.Transport, Tries: o.Tries, Stall: o.stall})
+	o.limits.Transport, o.limits.Tries = o.Transport, o.Tries
+	b, err := bucket.Dial(c, o.limits)
 	if err != nil {
 		return nil, err
 	}

@@ -9,12 +9,17 @@ import (
 	"testing"
 	"time"
 
+	"github.com/minio/minio-go/v7"
+
 	"github.com/kiln-registry/kiln-registry/blobstore/storetest"
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/internal/tests3"
 )
 
-func TestMain(m *testing.M) { tests3.Main(m) }
+func TestMain(m *testing.M) {
+	minio.DefaultRetryUnit, minio.DefaultRetryCap = time.Millisecond, 8*time.Millisecond
+	tests3.Main(m)
+}
 
 // medium is a store in a bucket of a real server. The requests that change something can be made to fail.
 type medium struct {

@@ -27,7 +27,8 @@ const (
 	assemblyLimit = 10 * time.Minute
 	// Attempts is how often a request is made, with growing random pauses of up to a second, if the server can't be
 	// reached, is overloaded (429, 503 SlowDown) or fails (5xx).
-	Attempts = 8
+	Attempts  = 8
+	pauseUnit = 50 * time.Millisecond
 	// socketBuffer is the size of a connection's buffers. Larger reads and writes go past them.
 	socketBuffer = 256 << 10
 )
@@ -38,8 +39,9 @@ type Options struct {
 	Transport func(http.RoundTripper) http.RoundTripper
 	// Tries is how often a request is made that fails for a reason that may pass. Zero means Attempts.
 	Tries int
-	// Stall and Assembly are other limits than the usual ones for a request without progress, and for Complete.
-	Stall, Assembly time.Duration
+	// Stall and Assembly are other limits than the usual ones for a request without progress, and for Complete; Pause is
+	// another unit of Bucket.Pause.
+	Stall, Assembly, Pause time.Duration
 }
 
 // Bucket makes requests to one bucket. It is safe for concurrent use.
@@ -49,6 +51,7 @@ type Bucket struct {
 	patient minio.Core    // for what a server may take long to answer
 	skew    *atomic.Int64 // nanoseconds that the server's clock was ahead of ours in its last refusal
 	idle    func()        // closes connections that nothing goes over
+	pause   time.Duration
 }
 
 // Dial returns a Bucket, and makes no request yet.
@@ -58,7 +61,7 @@ func Dial(c Config, o Options) (*Bucket, error) {
 		return nil, err
 	}
 	usual, long := newTransport(pool, cmp.Or(o.Stall, stallLimit)), newTransport(pool, cmp.Or(o.Assembly, assemblyLimit))
-	b := &Bucket{Config: c, skew: new(atomic.Int64), idle: func() {
+	b := &Bucket{Config: c, skew: new(atomic.Int64), pause: cmp.Or(o.Pause, pauseUnit), idle: func() {
 		usual.CloseIdleConnections()
 		long.CloseIdleConnections()
 	}}
@@ -221,8 +224,8 @@ type failing struct{ err error }
 func (f failing) Read([]byte) (int, error) { return 0, cmp.Or(f.err, io.EOF) }
 
 // Pause waits before another try, longer with each, by a random part of a second at most. It returns the error of ctx.
-func Pause(ctx context.Context, tries int) error {
-	wait := time.Duration(rand.Int64N(int64(min(50*time.Millisecond<<min(tries, 5), time.Second))))
+func (b *Bucket) Pause(ctx context.Context, tries int) error {
+	wait := time.Duration(rand.Int64N(int64(min(b.pause<<min(tries, 5), time.Second))))
 	select {
 	case <-time.After(wait):
 		return nil

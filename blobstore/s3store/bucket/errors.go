@@ -26,19 +26,19 @@ var (
 	ErrChanged = fmt.Errorf("%w: bytes were changed on their way to the server", blobstore.ErrUnavailable)
 
 	// Transient, as ErrChanged is, and not known as that to the client.
-	errBroken = errors.New("the answer broke off")
+	errBroken = errors.New("no whole answer came")
 	errBusy   = fmt.Errorf("%w: the server refuses the request for another one", blobstore.ErrUnavailable)
 )
 
 // persist makes a request again while it fails for a reason that may pass and that the client does not know as one.
-func persist(ctx context.Context, request func() error) error {
+func (b *Bucket) persist(ctx context.Context, request func() error) error {
 	for tries := 1; ; tries++ {
 		err := request()
 		passing := errors.Is(err, errBroken) || errors.Is(err, errBusy) || errors.Is(err, ErrChanged)
 		if !passing || tries >= Attempts {
 			return err
 		}
-		if err := Pause(ctx, tries); err != nil {
+		if err := b.Pause(ctx, tries); err != nil {
 			return err
 		}
 	}
@@ -118,6 +118,9 @@ func (b *Bucket) unanswered(err error) error {
 	case errors.Is(err, http.ErrSchemeMismatch):
 		return fmt.Errorf("%s speaks plain HTTP: put endpoint=http://%s into the URL of the store (%w)",
 			b.Endpoint, b.Endpoint, err)
+	}
+	if strings.HasSuffix(strings.TrimSuffix(sent.URL, "="), "?location") { // which the client asks for once only
+		return fmt.Errorf("%w: %s at %s: %w: %w", blobstore.ErrUnavailable, b, b.Endpoint, errBroken, err)
 	}
 	return fmt.Errorf("%w: %s at %s: %w", blobstore.ErrUnavailable, b, b.Endpoint, err)
 }

@@ -38,7 +38,7 @@ type Multipart struct {
 
 // Begin begins a multipart upload.
 func (b *Bucket) Begin(ctx context.Context, key string) (id string, err error) {
-	err = persist(ctx, func() (err error) {
+	err = b.persist(ctx, func() (err error) {
 		id, err = b.core.NewMultipartUpload(ctx, b.Bucket, key, minio.PutObjectOptions{
 			ServerSideEncryption: b.sse,
 			UserMetadata:         map[string]string{"X-Amz-Checksum-Algorithm": "CRC32C"},
@@ -60,7 +60,7 @@ func (b *Bucket) PutPart(
 	o := minio.PutObjectPartOptions{
 		CustomHeader: http.Header{"X-Amz-Checksum-Crc32c": {sum}}, DisableContentSha256: true,
 	}
-	err = persist(ctx, func() error {
+	err = b.persist(ctx, func() error {
 		stored, err := b.core.PutObjectPart(ctx, b.Bucket, key, id, n, bytes.NewReader(body), int64(len(body)), o)
 		if err == nil && stored.ChecksumCRC32C != "" && stored.ChecksumCRC32C != sum {
 			return fmt.Errorf("part %d of %s: %w: it says CRC-32C %s, sent was %s",
@@ -79,7 +79,7 @@ func (b *Bucket) Complete(ctx context.Context, key, id string, parts []Part) (ch
 	for i, p := range parts {
 		list[i] = minio.CompletePart{PartNumber: i + 1, ETag: p.ETag, ChecksumCRC32C: encodeCRC(p.CRC)}
 	}
-	err = persist(ctx, func() error {
+	err = b.persist(ctx, func() error {
 		u, err := b.patient.CompleteMultipartUpload(ctx, b.Bucket, key, id, list, minio.PutObjectOptions{})
 		checksum = u.ChecksumCRC32C
 		return b.explain(ctx, putObject, key, err)
@@ -102,7 +102,7 @@ func encodeCRC(crc uint32) string {
 
 // Abort drops a multipart upload. It is no error if there is none.
 func (b *Bucket) Abort(ctx context.Context, key, id string) error {
-	err := persist(ctx, func() error {
+	err := b.persist(ctx, func() error {
 		return b.explain(ctx, abortUpload, key, b.core.AbortMultipartUpload(ctx, b.Bucket, key, id))
 	})
 	if errors.Is(err, ErrNoUpload) || errors.Is(err, ErrAbsent) {
@@ -117,7 +117,7 @@ func (b *Bucket) Multiparts(ctx context.Context, prefix string) iter.Seq2[Multip
 		key, id := "", ""
 		for more := true; more; {
 			var page minio.ListMultipartUploadsResult
-			err := persist(ctx, func() (err error) {
+			err := b.persist(ctx, func() (err error) {
 				page, err = b.core.ListMultipartUploads(ctx, b.Bucket, prefix, key, id, "", 1000)
 				return b.explain(ctx, listUploads, prefix, err)
 			})

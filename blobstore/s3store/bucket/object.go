@@ -51,7 +51,7 @@ func (b *Bucket) Key(parts ...string) string {
 // asked for again, and at last returned with sound's error. ErrAbsent.
 func (b *Bucket) Get(ctx context.Context, key string, limit int64, sound func([]byte) error) (o Object, err error) {
 	for tries := 1; ; tries++ {
-		err = persist(ctx, func() (err error) {
+		err = b.persist(ctx, func() (err error) {
 			o, err = b.getOnce(ctx, key, limit)
 			return err
 		})
@@ -61,7 +61,7 @@ func (b *Bucket) Get(ctx context.Context, key string, limit int64, sound func([]
 		if err = sound(o.Body); err == nil || tries >= soundAttempts {
 			return o, err
 		}
-		if err := Pause(ctx, tries); err != nil {
+		if err := b.Pause(ctx, tries); err != nil {
 			return o, err
 		}
 	}
@@ -135,7 +135,7 @@ func (b *Bucket) put(
 	o.ServerSideEncryption = b.sse
 	o.DisableContentSha256 = true // or the client would hash the body again, piece by piece
 	o.UserMetadata = map[string]string{"x-amz-checksum-sha256": encode(sum)}
-	err = persist(ctx, func() (err error) {
+	err = b.persist(ctx, func() (err error) {
 		u, err = b.core.PutObject(ctx, b.Bucket, key, bytes.NewReader(body), int64(len(body)), "", sum.Hex(), o)
 		if err == nil && u.ChecksumSHA256 != "" && u.ChecksumSHA256 != encode(sum) {
 			return fmt.Errorf("%s: %w: it says SHA-256 %s, sent was %s", key, ErrChanged, u.ChecksumSHA256, encode(sum))
@@ -170,7 +170,7 @@ func (b *Bucket) List(ctx context.Context, prefix, after string, limit int) iter
 				return yield(e, nil)
 			})
 			if errors.Is(err, errBroken) && tries < Attempts {
-				err = Pause(ctx, tries)
+				err = b.Pause(ctx, tries)
 				if err == nil {
 					continue
 				}
