@@ -25,7 +25,8 @@ func TestMain(m *testing.M) {
 type medium struct {
 	storetest.Faults
 	Config
-	part int64 // size of a part; 0: the usual one
+	part      int64                                     // size of a part; 0: the usual one
+	transport func(http.RoundTripper) http.RoundTripper // between the faults and the network; nil: nothing
 }
 
 // signIn puts the credentials of the server that all tests share into the environment.
@@ -72,6 +73,9 @@ type roundTripper func(*http.Request) (*http.Response, error)
 func (f roundTripper) RoundTrip(r *http.Request) (*http.Response, error) { return f(r) }
 
 func (m *medium) wrap(rt http.RoundTripper) http.RoundTripper {
+	if m.transport != nil {
+		rt = m.transport(rt)
+	}
 	return roundTripper(func(r *http.Request) (resp *http.Response, err error) {
 		if r.Method == http.MethodGet || r.Method == http.MethodHead {
 			return rt.RoundTrip(r)
@@ -133,7 +137,7 @@ func (m *medium) Check(t testing.TB) {
 		key := strings.Split(strings.TrimPrefix(o.Key, prefix), "/")
 		name := key[len(key)-1]
 		switch {
-		case key[0] == markerName, key[0] == refsName, key[0] == uploadsName, name == liveName:
+		case key[0] == markerName, key[0] == ownerName, key[0] == refsName, key[0] == uploadsName, name == liveName:
 		case key[0] == tailsName && open[key[1]].Hash != nil:
 		case key[0] == blobsName && (shown[name] || open[strings.TrimPrefix(name, unnamedMark)].Hash != nil):
 		case key[0] == unnamedName && (shown[unnamedMark+name] || open[name].Hash != nil):
