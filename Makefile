@@ -38,8 +38,11 @@ fuzz: ## every fuzz target for FUZZTIME
 interop: build .tools/bin/oras .tools/bin/crane .tools/bin/regctl .tools/model/.stamp ## real clients on a real model
 	scripts/interop.sh
 
-bench: build $(S3_STORE) ## ratio tables; BENCH=identity|registry|index, FULL=1 for the long form; STORE=s3 for registry
-	go run ./internal/bench $(if $(FULL),-full) $(if $(S3_STORE),-s3 $(S3_STORE)) -bin .bin $(BENCH)
+PEERS = $(if $(filter identity index,$(BENCH))$(S3_STORE),,.tools/bin/registry .tools/bin/docker-registry)
+
+bench: build $(S3_STORE) $(PEERS) ## ratio tables; BENCH=identity|registry|index, FULL=1: long form; STORE=s3 for registry
+	go run ./internal/bench $(if $(FULL),-full) $(if $(S3_STORE),-s3 $(S3_STORE)) -bin .bin \
+		$(PEERS:%=-peer %) $(BENCH)
 
 device: ## loading into memory: the fault matrix under the race detector, then mutants of the code
 	CGO_ENABLED=1 go test -race ./gpuload/...
@@ -64,6 +67,13 @@ clean:
 .tools/bin/versitygw: $(wildcard internal/tools/s3/go.*)
 	cd internal/tools/s3 && go build -trimpath -buildvcs=false -o ../../../$@ \
 		github.com/versity/versitygw/cmd/versitygw
+
+.tools/bin/registry: $(wildcard internal/tools/peers/go.*)
+	cd internal/tools/peers && CGO_ENABLED=0 go build -trimpath -buildvcs=false -o ../../../$@ \
+		github.com/distribution/distribution/v3/cmd/registry
+
+.tools/bin/docker-registry: scripts/docker-registry.sh
+	scripts/docker-registry.sh
 
 .tools/bin/weed: $(wildcard internal/tools/weed/go.*)
 	cd internal/tools/weed && go build -trimpath -buildvcs=false -o ../../../$@ \

@@ -10,9 +10,9 @@ import (
 	"os"
 	"path/filepath"
 	"strconv"
-)
 
-const piece = 256 << 10 // bytes a write, as the product does it
+	"github.com/kiln-registry/kiln-registry/internal/bench/rig"
+)
 
 // serveBare is the yardstick of the registry table: a handler that does what a blob costs at least, and nothing else.
 // Arguments: folder, address.
@@ -63,7 +63,7 @@ func take(dir string, body io.Reader, want string) error {
 		return err
 	}
 	defer f.Close()
-	h, buf := sha256.New(), make([]byte, piece)
+	h, buf := sha256.New(), make([]byte, rig.Piece)
 	for {
 		n, err := io.ReadFull(body, buf)
 		h.Write(buf[:n])

@@ -7,8 +7,11 @@ import (
 	"os/exec"
 	"path/filepath"
 	"runtime"
+	"strconv"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/kiln-registry/kiln-registry/internal/bench/rig"
 )
 
 // identity compares the bytes that kiln-push identify hashes in a processor second, page cache warm, with what the
@@ -58,12 +61,12 @@ func pureRate() (float64, error) {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
 	const total = 1 << 30
-	buf, h := make([]byte, piece), sha256.New()
+	buf, h := make([]byte, rig.Piece), sha256.New()
 	before, err := threadSeconds()
 	if err != nil {
 		return 0, err
 	}
-	for range total / piece {
+	for range total / rig.Piece {
 		h.Write(buf)
 	}
 	after, err := threadSeconds()
@@ -74,4 +77,15 @@ func threadSeconds() (float64, error) {
 	var u unix.Rusage
 	err := unix.Getrusage(unix.RUSAGE_THREAD, &u)
 	return float64(u.Utime.Nano()+u.Stime.Nano()) / 1e9, err
+}
+
+// model writes a model folder of the given shards and bytes a shard.
+func (b *bench) model(ctx context.Context, shards int, size int64) (string, error) {
+	dir := filepath.Join(b.dir, fmt.Sprintf("model-%d-%d", shards, size))
+	cmd := exec.CommandContext(ctx, "go", "run", "./internal/testmodel", "-shards", strconv.Itoa(shards),
+		"-size", strconv.FormatInt(int64(shards)*size, 10), dir)
+	if out, err := cmd.CombinedOutput(); err != nil {
+		return "", fmt.Errorf("testmodel: %w: %s", err, out)
+	}
+	return dir, nil
 }

@@ -6,11 +6,11 @@ import (
 	"encoding/binary"
 	"encoding/json"
 	"fmt"
-	"net/http"
 	"time"
 
 	"github.com/kiln-registry/kiln-registry/api"
 	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/internal/bench/rig"
 )
 
 const window = 200 // manifests of one measurement
@@ -23,7 +23,7 @@ func (b *bench) index(ctx context.Context) ([]row, error) {
 	if err != nil {
 		return nil, err
 	}
-	defer full.stop()
+	defer full.Stop()
 	if _, err := b.window(ctx, full, "bench/manifests", 0, b.pushes); err != nil {
 		return nil, err
 	}
@@ -59,12 +59,12 @@ func (r *ratios) rows(from, to int, goal float64) []row {
 
 // compare pushes as many manifests into the full registry as into a new one that is empty, and then holds a tenth.
 // Which registry goes first alternates.
-func (b *bench) compare(ctx context.Context, round int, full *server) (whole, one, part cost, err error) {
+func (b *bench) compare(ctx context.Context, round int, full *rig.Server) (whole, one, part cost, err error) {
 	fresh, err := b.manifestServer(ctx)
 	if err != nil {
 		return whole, one, part, err
 	}
-	defer fresh.stop()
+	defer fresh.Stop()
 	const repo = "bench/manifests"
 	at, tenth := b.pushes+round*window, b.pushes/10
 	for side := range 2 {
@@ -89,7 +89,7 @@ func (b *bench) compare(ctx context.Context, round int, full *server) (whole, on
 
 // manifestServer is a new registry that holds the blobs of the manifests and has taken a few in another repository, so
 // that the start of the process is not measured.
-func (b *bench) manifestServer(ctx context.Context) (*server, error) {
+func (b *bench) manifestServer(ctx context.Context) (*rig.Server, error) {
 	reg, err := b.startRegistry(ctx)
 	if err != nil {
 		return nil, err
@@ -97,14 +97,14 @@ func (b *bench) manifestServer(ctx context.Context) (*server, error) {
 	for _, repo := range []string{"bench/warm", "bench/manifests"} {
 		for _, blob := range [][]byte{emptyConfig, tinyShard()} {
 			body, size := bytes.NewReader(blob), int64(len(blob))
-			if err := b.client.push(ctx, reg.url, repo, identity.Sum(blob), body, size); err != nil {
-				reg.stop()
+			if err := b.client.Push(ctx, reg.URL, repo, identity.Sum(blob), body, size); err != nil {
+				reg.Stop()
 				return nil, err
 			}
 		}
 	}
 	if _, err := b.window(ctx, reg, "bench/warm", 0, window/4); err != nil {
-		reg.stop()
+		reg.Stop()
 		return nil, err
 	}
 	return reg, nil
@@ -114,14 +114,12 @@ func (b *bench) manifestServer(ctx context.Context) (*server, error) {
 type cost struct{ wall, cpu float64 }
 
 // window pushes manifests number from to number to, one after the other, each under a tag of its own.
-func (b *bench) window(ctx context.Context, reg *server, repo string, from, to int) (cost, error) {
+func (b *bench) window(ctx context.Context, reg *rig.Server, repo string, from, to int) (cost, error) {
 	walls := make([]float64, 0, to-from)
-	cpu, err := reg.during(func() error {
+	cpu, err := reg.During(func() error {
 		for i := from; i < to; i++ {
 			begin := time.Now()
-			body := manifest(i)
-			_, err := b.client.do(ctx, "PUT", fmt.Sprintf("%s/v2/%s/manifests/v%d", reg.url, repo, i), bytes.NewReader(body),
-				int64(len(body)), http.StatusCreated, "Content-Type", "application/vnd.oci.image.manifest.v1+json")
+			err := b.client.PushManifest(ctx, reg.URL, repo, fmt.Sprint("v", i), manifest(i))
 			if err != nil {
 				return err
 			}
@@ -144,22 +142,25 @@ func tinyShard() []byte {
 	return append(append(binary.LittleEndian.AppendUint64(nil, uint64(len(header))), header...), "12345678"...)
 }
 
+type descriptor struct {
+	MediaType   string            `json:"mediaType"`
+	Digest      identity.Digest   `json:"digest"`
+	Size        int               `json:"size"`
+	Annotations map[string]string `json:"annotations,omitempty"`
+}
+
+const shardName = "model.safetensors"
+
 // manifest is a base model of one shard that differs from every other number's by an annotation.
 func manifest(number int) []byte {
-	type descriptor struct {
-		MediaType   string            `json:"mediaType"`
-		Digest      identity.Digest   `json:"digest"`
-		Size        int               `json:"size"`
-		Annotations map[string]string `json:"annotations,omitempty"`
-	}
-	shard, name := tinyShard(), "model.safetensors"
+	shard := tinyShard()
 	text, err := json.Marshal(map[string]any{
 		"schemaVersion": 2,
-		"mediaType":     "application/vnd.oci.image.manifest.v1+json",
+		"mediaType":     manifestType,
 		"artifactType":  api.ArtifactTypeBase,
 		"config":        descriptor{api.MediaTypeModelConfig, identity.Sum(emptyConfig), len(emptyConfig), nil},
 		"layers": []descriptor{{api.MediaTypeWeight, identity.Sum(shard), len(shard),
-			map[string]string{api.AnnotationFilepath: name, "org.opencontainers.image.title": name}}},
+			map[string]string{api.AnnotationFilepath: shardName, "org.opencontainers.image.title": shardName}}},
 		"annotations": map[string]string{api.AnnotationKind: string(api.KindBase), "bench.number": fmt.Sprint(number)},
 	})
 	if err != nil {

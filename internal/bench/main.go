@@ -5,7 +5,6 @@ package main
 
 import (
 	"context"
-	"errors"
 	"flag"
 	"fmt"
 	"io"
@@ -17,6 +16,8 @@ import (
 	"strings"
 	"syscall"
 	"text/tabwriter"
+
+	"github.com/kiln-registry/kiln-registry/internal/bench/rig"
 )
 
 func main() {
@@ -35,25 +36,28 @@ type bench struct {
 	dir       string // scratch
 	size      int64  // bytes of a large blob
 	rounds    int
-	pushes    int // manifests in the filled repository of the index table
+	pushes    int      // manifests in the filled repository of the index table
+	artifacts int      // in the largest index
+	peers     []string // the registries of others that the registry table is also about
 	out       io.Writer
-	client    *client
+	client    *rig.Client
 }
 
 func run(ctx context.Context, args []string, out io.Writer) error {
 	if len(args) > 0 && args[0] == "bare" {
 		return serveBare(ctx, args[1:])
 	}
+	b := &bench{size: 256 << 20, rounds: 5, pushes: 5000, artifacts: 100_000, out: out, client: rig.NewClient()}
 	fs := flag.NewFlagSet("bench", flag.ContinueOnError)
 	bin := fs.String("bin", ".bin", "folder of the three binaries")
+	fs.Func("peer", "a registry of the distribution project to compare with; may be repeated", b.addPeer)
 	s3 := fs.String("s3", "", "versitygw: compare a store on S3 with one on disk, in the registry table alone")
-	full := fs.Bool("full", false, "the sizes that the goals name: 1 GiB blobs, 7 rounds, 10,000 manifests")
+	full := fs.Bool("full", false, "the sizes that the goals name: 1 GiB blobs, 7 rounds, 10,000 manifests, 10^6 artifacts")
 	if err := fs.Parse(args); err != nil {
 		return err
 	}
-	b := &bench{size: 256 << 20, rounds: 5, pushes: 5000, out: out, client: newClient()}
 	if *full {
-		b.size, b.rounds, b.pushes = 1<<30, 7, 10000
+		b.size, b.rounds, b.pushes, b.artifacts = 1<<30, 7, 10_000, 1_000_000
 	}
 	dir, err := os.MkdirTemp("", "kiln-bench-")
 	if err != nil {
@@ -72,31 +76,54 @@ func run(ctx context.Context, args []string, out io.Writer) error {
 	return b.tables(ctx, fs.Args())
 }
 
+// addPeer takes the path of a peer; one that is not there is left out.
+func (b *bench) addPeer(path string) error {
+	path, err := filepath.Abs(path)
+	if err != nil {
+		return err
+	}
+	if _, err := os.Stat(path); err != nil {
+		fmt.Fprintf(b.out, "left out: %v\n", err)
+		return nil
+	}
+	b.peers = append(b.peers, path)
+	return nil
+}
+
+// table is a part of a run, by its own name or that of its group.
 type table struct {
-	name string
-	rows func(context.Context) ([]row, error)
+	name, group string
+	rows        func(context.Context) ([]row, error)
 }
 
 func (b *bench) tables(ctx context.Context, names []string) error {
-	all := []table{{"identity", b.identity}, {"registry", b.registry}, {"index", b.index}}
-	if b.versitygw != "" {
-		all = []table{{"registry", b.s3}}
+	all := []table{
+		{"identity", "", b.identity}, {"blobs", "registry", b.blobs}, {"peers", "registry", b.beside},
+		{"farm", "registry", b.farm}, {"index", "", b.index},
 	}
-	known := 0
+	if b.versitygw != "" {
+		all = []table{{"s3", "registry", b.s3}}
+	}
+	known := map[string]bool{}
 	for _, t := range all {
-		if len(names) > 0 && !slices.Contains(names, t.name) {
+		known[t.name], known[t.group] = true, true
+	}
+	for _, name := range names {
+		if !known[name] {
+			return fmt.Errorf("no table %q: want identity, registry, blobs, peers, farm, index or nothing for all; "+
+				"only registry with an S3 server", name)
+		}
+	}
+	for _, t := range all {
+		if len(names) > 0 && !slices.Contains(names, t.name) && !slices.Contains(names, t.group) {
 			continue
 		}
-		known++
 		before := load()
 		rows, err := t.rows(ctx)
 		if err != nil {
 			return fmt.Errorf("bench %s: %w", t.name, err)
 		}
 		b.print(t.name, before, rows)
-	}
-	if known < len(names) {
-		return errors.New("want identity, registry, index or nothing for all; only registry with an S3 server")
 	}
 	return nil
 }
@@ -132,6 +159,12 @@ func (b *bench) print(name, before string, rows []row) {
 // atMost is a row whose value must not exceed limit.
 func atMost(what string, value, limit float64, unit, notes string) row {
 	return row{what, value, unit, fmt.Sprintf("<= %.2f", limit), value <= limit, notes}
+}
+
+// atLeast gives a row its goal.
+func (r row) atLeast(limit float64) row {
+	r.goal, r.met = fmt.Sprintf(">= %.2f", limit), r.value >= limit
+	return r
 }
 
 // atMost gives a row its goal.

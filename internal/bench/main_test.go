@@ -13,20 +13,21 @@ import (
 	"testing/iotest"
 
 	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/internal/bench/rig"
 )
 
 // TestStream checks that a stream is the same bytes however it is read, and others for another number.
 func TestStream(t *testing.T) {
-	const size = 3*piece + 17
-	whole, err := io.ReadAll(newStream(1, size))
+	const size = 3*rig.Piece + 17
+	whole, err := io.ReadAll(rig.Stream(1, size))
 	if err != nil || len(whole) != size {
 		t.Fatalf("%d bytes, %v", len(whole), err)
 	}
-	halved, err := io.ReadAll(iotest.HalfReader(newStream(1, size)))
+	halved, err := io.ReadAll(iotest.HalfReader(rig.Stream(1, size)))
 	if err != nil || !bytes.Equal(whole, halved) {
 		t.Errorf("small reads give other bytes: %v", err)
 	}
-	if digestOf(1, size) != identity.Sum(whole) || digestOf(2, size) == digestOf(1, size) {
+	if rig.DigestOf(1, size) != identity.Sum(whole) || rig.DigestOf(2, size) == rig.DigestOf(1, size) {
 		t.Error("digestOf does not name the bytes")
 	}
 }
@@ -34,7 +35,7 @@ func TestStream(t *testing.T) {
 // TestBare checks that the yardstick does the work which it stands for.
 func TestBare(t *testing.T) {
 	dir := t.TempDir()
-	body := bytes.Repeat([]byte("kiln"), piece/3)
+	body := bytes.Repeat([]byte("kiln"), rig.Piece/3)
 	if err := take(dir, bytes.NewReader(body), identity.Sum(body).Hex()); err != nil {
 		t.Fatal(err)
 	}
@@ -47,7 +48,7 @@ func TestBare(t *testing.T) {
 	}
 	s := httptest.NewServer(bareHandler(dir))
 	defer s.Close()
-	res, err := newClient().do(context.Background(), "GET", s.URL+"/blob", nil, 0, http.StatusOK)
+	res, err := rig.NewClient().Do(context.Background(), "GET", s.URL+"/blob", nil, 0, http.StatusOK)
 	if err != nil || res.ContentLength != int64(len(body)) {
 		t.Errorf("a chunked answer is not sent by sendfile: %+v, %v", res, err)
 	}
@@ -59,19 +60,19 @@ func TestDo(t *testing.T) {
 		http.Error(w, "full", http.StatusInsufficientStorage)
 	}))
 	defer s.Close()
-	_, err := newClient().do(context.Background(), "GET", s.URL, nil, 0, http.StatusOK)
+	_, err := rig.NewClient().Do(context.Background(), "GET", s.URL, nil, 0, http.StatusOK)
 	if want := "GET " + s.URL + ": 507 Insufficient Storage: full"; err == nil || err.Error() != want {
 		t.Errorf("got %v, want %s", err, want)
 	}
 }
 
 func TestAnonymous(t *testing.T) {
-	before := anonymous(os.Getpid())
+	before := rig.Anonymous(os.Getpid())
 	ballast := make([]byte, 64<<20)
 	for i := 0; i < len(ballast); i += 4096 {
 		ballast[i] = 1
 	}
-	if after := anonymous(os.Getpid()); before <= 0 || after < before+60 {
+	if after := rig.Anonymous(os.Getpid()); before <= 0 || after < before+60 {
 		t.Errorf("%.1f MiB, then %.1f after 64 more", before, after)
 	}
 	if ballast[0] != 1 {

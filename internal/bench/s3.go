@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/internal/bench/rig"
 )
 
 const (
@@ -29,7 +30,7 @@ func (b *bench) s3(ctx context.Context) ([]row, error) {
 	if err != nil {
 		return nil, err
 	}
-	defer gateway.stop()
+	defer gateway.Stop()
 	rows, err := b.s3Costs(ctx, gateway)
 	if err != nil {
 		return nil, err
@@ -46,7 +47,7 @@ func (b *bench) s3(ctx context.Context) ([]row, error) {
 }
 
 // startGateway runs versitygw on a new folder with one bucket. Its credentials are those of this process from now on.
-func (b *bench) startGateway(ctx context.Context) (*server, error) {
+func (b *bench) startGateway(ctx context.Context) (*rig.Server, error) {
 	dir := filepath.Join(b.dir, "s3")
 	if err := os.MkdirAll(filepath.Join(dir, s3Bucket), 0o777); err != nil {
 		return nil, err
@@ -58,7 +59,7 @@ func (b *bench) startGateway(ctx context.Context) (*server, error) {
 	}
 	os.Setenv("ROOT_ACCESS_KEY", os.Getenv("AWS_ACCESS_KEY_ID"))
 	os.Setenv("ROOT_SECRET_KEY", os.Getenv("AWS_SECRET_ACCESS_KEY"))
-	return start(ctx, "/health", b.versitygw, func(addr string) []string {
+	return rig.Start(ctx, "/health", b.versitygw, func(addr string) []string {
 		return []string{"--port", addr, "--health", "/health", "--keep-alive", "--quiet", "posix", dir}
 	})
 }
@@ -66,21 +67,21 @@ func (b *bench) startGateway(ctx context.Context) (*server, error) {
 // s3Store is a store in the bucket, and its state folder.
 type s3Store struct{ url, state string }
 
-func (b *bench) newS3Store(gateway *server) (s3Store, error) {
+func (b *bench) newS3Store(gateway *rig.Server) (s3Store, error) {
 	dir, err := os.MkdirTemp(b.dir, "state-")
-	return s3Store{fmt.Sprintf("s3://%s/%s?endpoint=%s", s3Bucket, filepath.Base(dir), gateway.url), dir}, err
+	return s3Store{fmt.Sprintf("s3://%s/%s?endpoint=%s", s3Bucket, filepath.Base(dir), gateway.URL), dir}, err
 }
 
 func (s s3Store) flags() []string { return []string{"--store", s.url, "--state-dir", s.state} }
 
-func (b *bench) startOnS3(ctx context.Context, s s3Store) (*server, error) {
-	return start(ctx, "/readyz", filepath.Join(b.bin, "kiln-registry"), func(addr string) []string {
+func (b *bench) startOnS3(ctx context.Context, s s3Store) (*rig.Server, error) {
+	return rig.Start(ctx, "/readyz", filepath.Join(b.bin, "kiln-registry"), func(addr string) []string {
 		return append([]string{"serve", "--addr", addr, "--init"}, s.flags()...)
 	})
 }
 
 // s3Costs pushes a blob to both registries and pulls it, in each round.
-func (b *bench) s3Costs(ctx context.Context, gateway *server) ([]row, error) {
+func (b *bench) s3Costs(ctx context.Context, gateway *rig.Server) ([]row, error) {
 	store, err := b.newS3Store(gateway)
 	if err != nil {
 		return nil, err
@@ -89,12 +90,12 @@ func (b *bench) s3Costs(ctx context.Context, gateway *server) ([]row, error) {
 	if err != nil {
 		return nil, err
 	}
-	defer remote.stop()
+	defer remote.Stop()
 	local, err := b.startRegistry(ctx)
 	if err != nil {
 		return nil, err
 	}
-	defer local.stop()
+	defer local.Stop()
 	var push, pull, both costs
 	for i := range b.rounds {
 		sent, fetched, err := b.s3Round(ctx, i, remote, local)
@@ -115,17 +116,17 @@ func (b *bench) s3Costs(ctx context.Context, gateway *server) ([]row, error) {
 // sides are the processor seconds per GB of the two stores.
 type sides struct{ s3, disk float64 }
 
-func (b *bench) s3Round(ctx context.Context, i int, remote, local *server) (push, pull sides, err error) {
+func (b *bench) s3Round(ctx context.Context, i int, remote, local *rig.Server) (push, pull sides, err error) {
 	number := uint64(i)
-	d := digestOf(number, b.size)
-	send := func(to *server) func() error {
+	d := rig.DigestOf(number, b.size)
+	send := func(to *rig.Server) func() error {
 		return func() error {
-			return b.client.push(ctx, to.url, "bench/put", d, newStream(number, b.size), b.size)
+			return b.client.Push(ctx, to.URL, "bench/put", d, rig.Stream(number, b.size), b.size)
 		}
 	}
-	fetch := func(from *server) func() error {
+	fetch := func(from *rig.Server) func() error {
 		return times(func() error {
-			_, err := b.client.do(ctx, "GET", from.url+"/v2/bench/put/blobs/"+d.String(), nil, 0, http.StatusOK)
+			_, err := b.client.Do(ctx, "GET", from.URL+"/v2/bench/put/blobs/"+d.String(), nil, 0, http.StatusOK)
 			return err
 		})
 	}
@@ -167,7 +168,7 @@ func (c *costs) row(what string) row {
 }
 
 // s3Memory measures the server's memory with several uploads at once, and then downloads.
-func (b *bench) s3Memory(ctx context.Context, gateway *server) (row, error) {
+func (b *bench) s3Memory(ctx context.Context, gateway *rig.Server) (row, error) {
 	store, err := b.newS3Store(gateway)
 	if err != nil {
 		return row{}, err
@@ -176,14 +177,14 @@ func (b *bench) s3Memory(ctx context.Context, gateway *server) (row, error) {
 	if err != nil {
 		return row{}, err
 	}
-	defer reg.stop()
-	most, err := peak(reg.cmd.Process.Pid, func() error { return b.together(ctx, reg.url, transfers, b.size) })
+	defer reg.Stop()
+	most, err := rig.Peak(reg.PID(), func() error { return b.together(ctx, reg.URL, transfers, b.size) })
 	return atMost("anonymous memory of kiln-registry on S3", most, memoryGoal, " MiB",
 		fmt.Sprintf("%d blobs of %d MiB", transfers, b.size>>20)), err
 }
 
 // s3Reindex fills a store with manifests, drops the state folder and times the making of the index.
-func (b *bench) s3Reindex(ctx context.Context, gateway *server) (row, error) {
+func (b *bench) s3Reindex(ctx context.Context, gateway *rig.Server) (row, error) {
 	store, err := b.newS3Store(gateway)
 	if err != nil {
 		return row{}, err
@@ -214,10 +215,10 @@ func (b *bench) fill(ctx context.Context, store s3Store) error {
 	if err != nil {
 		return err
 	}
-	defer reg.stop()
+	defer reg.Stop()
 	const repo = "bench/manifests"
 	for _, blob := range [][]byte{emptyConfig, tinyShard()} {
-		err := b.client.push(ctx, reg.url, repo, identity.Sum(blob), bytes.NewReader(blob), int64(len(blob)))
+		err := b.client.Push(ctx, reg.URL, repo, identity.Sum(blob), bytes.NewReader(blob), int64(len(blob)))
 		if err != nil {
 			return err
 		}
@@ -226,11 +227,7 @@ func (b *bench) fill(ctx context.Context, store s3Store) error {
 	group.SetLimit(16)
 	for i := range reindexed {
 		group.Go(func() error {
-			body := manifest(i)
-			_, err := b.client.do(ctx, "PUT", fmt.Sprintf("%s/v2/%s/manifests/v%d", reg.url, repo, i),
-				bytes.NewReader(body), int64(len(body)), http.StatusCreated,
-				"Content-Type", "application/vnd.oci.image.manifest.v1+json")
-			return err
+			return b.client.PushManifest(ctx, reg.URL, repo, fmt.Sprint("v", i), manifest(i))
 		})
 	}
 	return group.Wait()

@@ -10,18 +10,20 @@ import (
 	"strings"
 
 	"golang.org/x/sync/errgroup"
+
+	"github.com/kiln-registry/kiln-registry/internal/bench/rig"
 )
 
 const transfers = 8 // at once, in the memory rows
 
-// registry compares the registry's processor time for blobs with that of a bare net/http server, and measures the
+// blobs compares the registry's processor time for blobs with that of a bare net/http server, and measures the
 // memory of both ends.
-func (b *bench) registry(ctx context.Context) ([]row, error) {
+func (b *bench) blobs(ctx context.Context) ([]row, error) {
 	reg, err := b.startRegistry(ctx)
 	if err != nil {
 		return nil, err
 	}
-	defer reg.stop()
+	defer reg.Stop()
 	self, err := os.Executable()
 	if err != nil {
 		return nil, err
@@ -30,11 +32,11 @@ func (b *bench) registry(ctx context.Context) ([]row, error) {
 	if err := os.Mkdir(bareDir, 0o777); err != nil {
 		return nil, err
 	}
-	bare, err := start(ctx, "/ready", self, func(addr string) []string { return []string{"bare", bareDir, addr} })
+	bare, err := rig.Start(ctx, "/ready", self, func(addr string) []string { return []string{"bare", bareDir, addr} })
 	if err != nil {
 		return nil, err
 	}
-	defer bare.stop()
+	defer bare.Stop()
 	put, err := b.put(ctx, reg, bare)
 	if err != nil {
 		return nil, err
@@ -47,17 +49,22 @@ func (b *bench) registry(ctx context.Context) ([]row, error) {
 	return append([]row{get, put}, memory...), err
 }
 
+// startRegistry runs kiln-registry on a new store.
+func (b *bench) startRegistry(ctx context.Context) (*rig.Server, error) {
+	return rig.Kiln(ctx, filepath.Join(b.bin, "kiln-registry"), b.dir)
+}
+
 // put sends blobs of equal size and new content to both servers in turn.
-func (b *bench) put(ctx context.Context, reg, bare *server) (row, error) {
+func (b *bench) put(ctx context.Context, reg, bare *rig.Server) (row, error) {
 	var ratios, ours []float64
 	for i := range b.rounds {
 		number := uint64(i)
-		d := digestOf(number, b.size)
+		d := rig.DigestOf(number, b.size)
 		toRegistry := func() error {
-			return b.client.push(ctx, reg.url, "bench/put", d, newStream(number, b.size), b.size)
+			return b.client.Push(ctx, reg.URL, "bench/put", d, rig.Stream(number, b.size), b.size)
 		}
 		toBare := func() error {
-			_, err := b.client.do(ctx, "PUT", bare.url+"/blob?sha256="+d.Hex(), newStream(number, b.size), b.size,
+			_, err := b.client.Do(ctx, "PUT", bare.URL+"/blob?sha256="+d.Hex(), rig.Stream(number, b.size), b.size,
 				http.StatusCreated)
 			return err
 		}
@@ -74,13 +81,13 @@ func (b *bench) put(ctx context.Context, reg, bare *server) (row, error) {
 }
 
 // get fetches the blob of the last put from both servers, a few times a round since one costs little.
-func (b *bench) get(ctx context.Context, reg, bare *server) (row, error) {
+func (b *bench) get(ctx context.Context, reg, bare *rig.Server) (row, error) {
 	const times = 8
-	blob := reg.url + "/v2/bench/put/blobs/" + digestOf(uint64(b.rounds-1), b.size).String()
+	blob := reg.URL + "/v2/bench/put/blobs/" + rig.DigestOf(uint64(b.rounds-1), b.size).String()
 	fetch := func(url string) func() error {
 		return func() error {
 			for range times {
-				if _, err := b.client.do(ctx, "GET", url, nil, 0, http.StatusOK); err != nil {
+				if _, err := b.client.Do(ctx, "GET", url, nil, 0, http.StatusOK); err != nil {
 					return err
 				}
 			}
@@ -89,7 +96,7 @@ func (b *bench) get(ctx context.Context, reg, bare *server) (row, error) {
 	}
 	var ratios, ours []float64
 	for i := range b.rounds {
-		r, o, err := versus(i, reg, fetch(blob), bare, fetch(bare.url+"/blob"))
+		r, o, err := versus(i, reg, fetch(blob), bare, fetch(bare.URL+"/blob"))
 		if err != nil {
 			return row{}, fmt.Errorf("GET: %w", err)
 		}
@@ -102,12 +109,14 @@ func (b *bench) get(ctx context.Context, reg, bare *server) (row, error) {
 }
 
 // versus returns the processor seconds of both servers for their work; which one goes first alternates.
-func versus(round int, reg *server, ours func() error, bare *server, theirs func() error) (r, o float64, err error) {
+func versus(
+	round int, reg *rig.Server, ours func() error, bare *rig.Server, theirs func() error,
+) (r, o float64, err error) {
 	for side := range 2 {
 		if (side+round)%2 == 0 {
-			o, err = reg.during(ours)
+			o, err = reg.During(ours)
 		} else {
-			r, err = bare.during(theirs)
+			r, err = bare.During(theirs)
 		}
 		if err != nil {
 			return 0, 0, err
@@ -148,17 +157,17 @@ func (b *bench) peaks(ctx context.Context, count int, size int64) (server, pull 
 	if err != nil {
 		return 0, 0, err
 	}
-	defer reg.stop()
+	defer reg.Stop()
 	model, err := b.model(ctx, count, size)
 	if err != nil {
 		return 0, 0, err
 	}
 	defer os.RemoveAll(model)
-	ref := strings.TrimPrefix(reg.url, "http://") + "/bench/model:v1"
+	ref := strings.TrimPrefix(reg.URL, "http://") + "/bench/model:v1"
 	out := model + "-pulled"
 	defer os.RemoveAll(out)
-	server, err = peak(reg.cmd.Process.Pid, func() error {
-		if err := b.together(ctx, reg.url, count, size); err != nil {
+	server, err = rig.Peak(reg.PID(), func() error {
+		if err := b.together(ctx, reg.URL, count, size); err != nil {
 			return err
 		}
 		push := exec.CommandContext(ctx, filepath.Join(b.bin, "kiln-push"), "base", model, ref)
@@ -171,7 +180,7 @@ func (b *bench) peaks(ctx context.Context, count int, size int64) (server, pull 
 		if err := cmd.Start(); err != nil {
 			return err
 		}
-		if pull, err = peak(cmd.Process.Pid, cmd.Wait); err != nil {
+		if pull, err = rig.Peak(cmd.Process.Pid, cmd.Wait); err != nil {
 			return fmt.Errorf("kiln-pull: %w: %s", err, &said)
 		}
 		return nil
@@ -185,16 +194,16 @@ func (b *bench) together(ctx context.Context, base string, count int, size int64
 	for i := range count {
 		number := uint64(1000 + i)
 		up.Go(func() error {
-			return b.client.push(ctx, base, "bench/many", digestOf(number, size), newStream(number, size), size)
+			return b.client.Push(ctx, base, "bench/many", rig.DigestOf(number, size), rig.Stream(number, size), size)
 		})
 	}
 	if err := up.Wait(); err != nil {
 		return err
 	}
 	for i := range count {
-		d := digestOf(uint64(1000+i), size)
+		d := rig.DigestOf(uint64(1000+i), size)
 		down.Go(func() error {
-			_, err := b.client.do(ctx, "GET", base+"/v2/bench/many/blobs/"+d.String(), nil, 0, http.StatusOK)
+			_, err := b.client.Do(ctx, "GET", base+"/v2/bench/many/blobs/"+d.String(), nil, 0, http.StatusOK)
 			return err
 		})
 	}
