@@ -140,40 +140,51 @@ func (w *owner) renew() {
 			return
 		case <-tick.C:
 		}
-		err := w.put(ctx, w.me, bucket.Condition{ETag: w.held()})
+		err := bucket.ErrConflict
+		if w.st.conditional {
+			err = w.put(ctx, w.me, bucket.Condition{ETag: w.held()})
+		}
 		if errors.Is(err, bucket.ErrConflict) {
 			err = w.retake(ctx)
 		}
 		if errors.Is(err, blobstore.ErrInUse) {
-			w.mu.Lock()
-			w.lost = err
-			w.mu.Unlock()
-			w.st.notify(fmt.Sprintf("%s was taken by another process: nothing more is written to it", w.st.b.Config))
 			return
 		}
 	}
 }
 
-// retake is put after a conflict, which may come of this process's own try of which the answer was lost. A store that
-// another process had meanwhile is not taken back, also if it is free again: it may have changed.
+// retake is put after a conflict, which may come of this process's own try of which the answer was lost.
 func (w *owner) retake(ctx context.Context) error {
-	c, o, err := w.read(ctx)
+	etag, err := w.verify(ctx)
 	if err != nil {
 		return err
 	}
-	if c.Process != w.me.Process {
-		return fmt.Errorf("%w: process %d on %s took it", blobstore.ErrInUse, c.PID, c.Host)
-	}
-	return w.put(ctx, w.me, bucket.Condition{ETag: o.ETag})
+	return w.put(ctx, w.me, bucket.Condition{ETag: etag})
 }
 
-// verify asks the server whether this process still owns the store. blobstore.ErrInUse.
-func (w *owner) verify(ctx context.Context) error {
-	c, _, err := w.read(ctx)
-	if err == nil && c.Process != w.me.Process {
-		err = fmt.Errorf("%w: process %d on %s took it", blobstore.ErrInUse, c.PID, c.Host)
+// verify asks the server whether this process still owns the store, and returns the claim's ETag. blobstore.ErrInUse: a
+// store that another process had meanwhile is lost, also if it is free again, as it may have changed.
+func (w *owner) verify(ctx context.Context) (etag string, err error) {
+	c, o, err := w.read(ctx)
+	if err != nil {
+		return "", err
 	}
-	return err
+	if c.Process == w.me.Process {
+		return o.ETag, nil
+	}
+	by := "it was given back by another process"
+	if c.Process != "" {
+		by = fmt.Sprintf("process %d on %s took it", c.PID, c.Host)
+	}
+	err = fmt.Errorf("%w: %s", blobstore.ErrInUse, by)
+	w.mu.Lock()
+	known := w.lost != nil
+	w.lost = err
+	w.mu.Unlock()
+	if !known {
+		w.st.notify(fmt.Sprintf("%s was taken by another process: nothing more is written to it", w.st.b.Config))
+	}
+	return "", err
 }
 
 func (w *owner) read(ctx context.Context) (c claim, o bucket.Object, err error) {

@@ -166,7 +166,8 @@ func (st *Store) stillOwner(ctx context.Context) error {
 	if st.owner == nil {
 		return nil
 	}
-	return st.owner.verify(ctx)
+	_, err := st.owner.verify(ctx)
+	return err
 }
 
 func (st *Store) putRefs(ctx context.Context, number uint64, writer string, payload []byte) error {
