@@ -207,7 +207,11 @@ func (r *Registry) replay(ctx context.Context) error {
 		return err
 	}
 	began := time.Now()
-	re := replay{r: r, at: blobstore.Position(from), bases: map[string]identity.Aggregate{}}
+	note, err := r.ix.Note(ctx, leftOutNote)
+	if err != nil {
+		return err
+	}
+	re := replay{r: r, at: blobstore.Position(from), bases: map[string]identity.Aggregate{}, leftOut: string(note)}
 	for ref, err := range r.refs.Since(ctx, re.at) {
 		if err == nil {
 			err = re.add(ctx, ref)
@@ -219,6 +223,7 @@ func (r *Registry) replay(ctx context.Context) error {
 	if err := re.flush(ctx); err != nil {
 		return fmt.Errorf("bring the index level with the store: %w", err)
 	}
+	r.leftOut.Store(&re.leftOut)
 	if re.n > 0 {
 		r.log.Info("index brought level with the store", "from", from, "refs", re.n, "took", time.Since(began))
 	}
@@ -249,7 +254,12 @@ type replay struct {
 	bases map[string]identity.Aggregate // by repository and digest: of the batch, which the index does not know yet
 	at    blobstore.Position
 	n     int
+	// leftOut names a ref that the index could not take, of this or an earlier start; empty: there is none.
+	leftOut string
 }
+
+// leftOutNote keeps leftOut in the index: what such a ref refers to must not be collected.
+const leftOutNote = "left-out"
 
 // The size of a batch.
 const (
@@ -267,6 +277,7 @@ func (re *replay) add(ctx context.Context, ref blobstore.PlacedRef) error {
 	if err := index.Check(op); err != nil {
 		// One record must not keep the whole store from being served.
 		re.r.log.Error("ref left out of the index", "repository", ref.Repo, "name", ref.Name, "error", err)
+		re.leftOut = fmt.Sprintf("%.80q of %.80q", ref.Name, ref.Repo)
 		return nil
 	}
 	re.ops, re.bytes = append(re.ops, op), re.bytes+len(ref.Manifest)
@@ -280,7 +291,8 @@ func (re *replay) flush(ctx context.Context) error {
 	if len(re.ops) == 0 {
 		return nil
 	}
-	err := re.r.ix.Apply(ctx, append(re.ops, index.Checkpoint{Position: uint64(re.at)})...)
+	err := re.r.ix.Apply(ctx, append(re.ops, index.Checkpoint{Position: uint64(re.at)},
+		index.Note{Name: leftOutNote, Value: []byte(re.leftOut)})...)
 	re.ops, re.bytes = re.ops[:0], 0
 	clear(re.bases)
 	return err

@@ -86,6 +86,7 @@ type Registry struct {
 	large   chan struct{} // has room for one: the classification that holds a large shard index in memory
 	handles sync.Map      // by id: the blobstore.Upload of each upload that this process has used and that has not ended
 
+	leftOut   atomic.Pointer[string] // names a ref of the store that the index could not take, unless empty
 	lease     time.Duration
 	verify    bool
 	locks     upkeep.Locks // held for a digest while something is made to refer to it
@@ -122,7 +123,7 @@ func New(c Config) (*Registry, error) {
 		r.lease = defaultLease
 	}
 	r.collector = &upkeep.Collector{
-		Store: c.Store, Index: c.Index, Locks: &r.locks, Enter: r.enter, Log: c.Log, Now: r.now,
+		Store: c.Store, Index: c.Index, Locks: &r.locks, Enter: r.enter, Changed: r.aside.changed, Log: c.Log, Now: r.now,
 		ReadOnly: c.ReadOnly,
 	}
 	r.scrubber = upkeep.NewScrubber(c.Store, c.Index, c.Log, r.now, r.aside.changed)
@@ -252,9 +253,12 @@ func (r *Registry) enter(ctx context.Context) (leave func(), err error) {
 
 // level says whether the index knows all that the store holds, for those who hold writes.
 func (r *Registry) level() error {
+	left := r.leftOut.Load()
 	switch {
 	case r.state.Load() == starting:
 		return errors.New("the index is being brought level with the store")
+	case left != nil && *left != "":
+		return fmt.Errorf("the index lacks a change that the store has kept, %s; the log of the start says why", *left)
 	case r.kept.behind():
 		return errBehind
 	}

@@ -67,6 +67,7 @@ type Collection struct {
 	Removed Amount    `json:"removed"` // by this run
 	Busy    int64     `json:"busy"`    // were being pushed when they were to go; left for the next run
 	Failed  int64     `json:"failed"`  // could not be removed; the log says why
+	Aside   Amount    `json:"aside"`   // damaged, in quarantine, and nothing refers to them: these go too
 	Swept   int       `json:"swept"`   // objects that killed processes had left
 }
 
@@ -77,7 +78,7 @@ type Terms struct {
 	Force    bool          // whatever the share
 	DryRun   bool          // change nothing
 	// Gone, if set, is told of each blob that was removed, or would be, one at a time. It may take its time.
-	Gone func(Blob) `json:"-"`
+	Gone func(Blob)
 }
 
 // Collector removes the blobs of a store that nothing refers to, while others push. All fields are needed. One
@@ -91,8 +92,10 @@ type Collector struct {
 	// Enter is called before the index is asked, and leave when what follows from the answer is done. Meanwhile the index
 	// must know all that the store holds; where it does not, Enter returns an error, which ends the collection.
 	Enter func(context.Context) (leave func(), err error)
-	Log   *slog.Logger
-	Now   func() time.Time
+	// Changed is called after a blob was removed from the quarantine.
+	Changed func()
+	Log     *slog.Logger
+	Now     func() time.Time
 	// ReadOnly leaves only dry runs, and nothing for Run to do.
 	ReadOnly bool
 
@@ -198,10 +201,12 @@ func (r *collecting) run(ctx context.Context) error {
 	if err := r.check(r.did.Unused); err != nil {
 		return err
 	}
-	if r.terms.DryRun {
-		return nil
+	if !r.terms.DryRun {
+		if err := r.remove(ctx); err != nil {
+			return err
+		}
 	}
-	if err := r.remove(ctx); err != nil {
+	if err := r.quarantine(ctx); err != nil || r.terms.DryRun {
 		return err
 	}
 	if s, ok := r.c.Store.(blobstore.Sweeper); ok {
@@ -288,6 +293,52 @@ func (r *collecting) tell(i blobstore.Info) {
 	}
 }
 
+// quarantine removes what is set aside and nothing refers to: nobody misses it.
+func (r *collecting) quarantine(ctx context.Context) error {
+	q, ok := r.c.Store.(blobstore.Quarantine)
+	if !ok {
+		return nil
+	}
+	for a, err := range q.Aside(ctx) {
+		if err != nil {
+			return err
+		}
+		a.Created = a.Since // the grace period is counted from when it was missed
+		u, err := r.use(ctx, a.Info)
+		if err != nil {
+			return err
+		} else if u != unused {
+			continue
+		}
+		if !r.terms.DryRun {
+			if gone, err := r.oneAside(ctx, a.Info); err != nil {
+				return err
+			} else if !gone {
+				continue
+			}
+		}
+		r.did.Aside.add(a.Size)
+		r.tell(a.Info)
+	}
+	return nil
+}
+
+func (r *collecting) oneAside(ctx context.Context, i blobstore.Info) (gone bool, err error) {
+	_, err = r.unlessUsed(ctx, i.Digest, func() error {
+		err := r.c.Store.Delete(ctx, i)
+		if errors.Is(err, blobstore.ErrNotFound) { // it was healed
+			return nil
+		}
+		gone = err == nil
+		return err
+	})
+	if gone {
+		r.c.Log.Info("damaged blob collected", "digest", i.Digest.String(), "size", i.Size)
+		r.c.Changed()
+	}
+	return gone, err
+}
+
 // remove removes what nothing refers to, some at a time, and comes back once to what was in use.
 func (r *collecting) remove(ctx context.Context) error {
 	err := r.each(ctx, func(work chan<- blobstore.Info, done <-chan struct{}) error {
@@ -353,12 +404,30 @@ func (r *collecting) each(ctx context.Context, feed func(work chan<- blobstore.I
 	return err
 }
 
-// one removes a blob, unless somebody is making it referred to or has made it so since it was found.
+// one removes a blob.
 func (r *collecting) one(ctx context.Context, i blobstore.Info) (gone bool, err error) {
-	release, ok := r.c.Locks.take(i.Digest)
-	if !ok {
+	busy, err := r.unlessUsed(ctx, i.Digest, func() error {
+		if err := r.reserve(i); err != nil {
+			return err
+		}
+		err := r.c.Store.Delete(ctx, i)
+		if gone = err == nil; !gone {
+			return r.kept(ctx, i, err)
+		}
+		r.c.Log.Info("blob collected", "digest", i.Digest.String(), "size", i.Size, "created", i.Created)
+		return nil
+	})
+	if busy {
 		r.busy(i)
-		return false, nil
+	}
+	return gone, err
+}
+
+// unlessUsed removes a blob, unless somebody is making it referred to or has made it so since it was found.
+func (r *collecting) unlessUsed(ctx context.Context, d identity.Digest, remove func() error) (busy bool, err error) {
+	release, ok := r.c.Locks.take(d)
+	if !ok {
+		return true, nil
 	}
 	defer release()
 	leave, err := r.c.Enter(ctx)
@@ -366,18 +435,10 @@ func (r *collecting) one(ctx context.Context, i blobstore.Info) (gone bool, err 
 		return false, err
 	}
 	defer leave()
-	if uses, err := r.c.Index.Uses(ctx, i.Digest, r.c.Now()); err != nil || uses {
+	if uses, err := r.c.Index.Uses(ctx, d, r.c.Now()); err != nil || uses {
 		return false, err
 	}
-	if err := r.reserve(i); err != nil {
-		return false, err
-	}
-	err = r.c.Store.Delete(ctx, i)
-	if err == nil {
-		r.c.Log.Info("blob collected", "digest", i.Digest.String(), "size", i.Size, "created", i.Created)
-		return true, nil
-	}
-	return false, r.kept(ctx, i, err)
+	return false, remove()
 }
 
 // busy leaves a blob for later.

@@ -6,6 +6,8 @@ import (
 	"errors"
 	"fmt"
 	"net/http"
+	"net/url"
+	"strconv"
 	"time"
 
 	"github.com/kiln-registry/kiln-registry/blobstore"
@@ -104,8 +106,8 @@ func (s *Scrubber) TellAside(ctx context.Context, tell func(Event)) error {
 
 // Handler serves the parts of a socket for administrators that are about upkeep. It asks nobody who they are.
 //
-//	POST /collect  Collect, by the Terms in the body
-//	POST /scrub    Scrub, by the Order in the body
+//	POST /collect  Collect, by the Terms in the query
+//	POST /scrub    Scrub, by the Order in the query
 //	GET  /aside    what is in quarantine
 //	GET  /upkeep   what was done last
 //
@@ -113,16 +115,16 @@ func (s *Scrubber) TellAside(ctx context.Context, tell func(Event)) error {
 func Handler(c *Collector, s *Scrubber) http.Handler {
 	m := http.NewServeMux()
 	m.HandleFunc("POST /collect", events(func(q *http.Request, tell func(Event)) error {
-		var t Terms
-		if err := json.NewDecoder(q.Body).Decode(&t); err != nil {
-			return fmt.Errorf("terms: %w", err)
+		t, err := parseTerms(q.URL.Query())
+		if err != nil {
+			return err
 		}
 		return c.Tell(q.Context(), t, tell)
 	}))
 	m.HandleFunc("POST /scrub", events(func(q *http.Request, tell func(Event)) error {
-		var o Order
-		if err := json.NewDecoder(q.Body).Decode(&o); err != nil {
-			return fmt.Errorf("order: %w", err)
+		o, err := parseOrder(q.URL.Query())
+		if err != nil {
+			return err
 		}
 		return s.Tell(q.Context(), o, tell)
 	}))
@@ -153,4 +155,45 @@ func events(work func(q *http.Request, tell func(Event)) error) http.HandlerFunc
 			tell(Event{Error: FailureOf(err)})
 		}
 	}
+}
+
+// Query is the terms as a query of Handler.
+func (t Terms) Query() url.Values {
+	return url.Values{
+		"grace": {t.Grace.String()}, "max-share": {strconv.FormatFloat(t.MaxShare, 'g', -1, 64)},
+		"force": {strconv.FormatBool(t.Force)}, "dry-run": {strconv.FormatBool(t.DryRun)},
+	}
+}
+
+// parseTerms reads a query, in which nothing may be left out.
+func parseTerms(q url.Values) (t Terms, err error) {
+	var errs [4]error
+	t.Grace, errs[0] = time.ParseDuration(q.Get("grace"))
+	t.MaxShare, errs[1] = strconv.ParseFloat(q.Get("max-share"), 64)
+	t.Force, errs[2] = strconv.ParseBool(q.Get("force"))
+	t.DryRun, errs[3] = strconv.ParseBool(q.Get("dry-run"))
+	return t, errors.Join(errs[:]...)
+}
+
+// Query is the order as a query of Handler.
+func (o Order) Query() url.Values {
+	q := url.Values{"rate": {strconv.FormatInt(o.Rate, 10)}}
+	for _, d := range o.Digests {
+		q.Add("digest", d.String())
+	}
+	return q
+}
+
+func parseOrder(q url.Values) (o Order, err error) {
+	if o.Rate, err = strconv.ParseInt(q.Get("rate"), 10, 64); err != nil {
+		return o, err
+	}
+	for _, text := range q["digest"] {
+		d, err := identity.ParseDigest(text)
+		if err != nil {
+			return o, err
+		}
+		o.Digests = append(o.Digests, d)
+	}
+	return o, nil
 }

@@ -126,7 +126,7 @@ type Order struct {
 	Rate    int64             // bytes a second; zero: as fast as it goes
 	Digests []identity.Digest // these blobs; none: all
 	// Found, if set, is told of each blob that is not good, and of each of Digests.
-	Found func(Finding) `json:"-"`
+	Found func(Finding)
 }
 
 // Scrub reads blobs now, beside a pass that may be under way. It goes on after what it finds. ErrRunning if another
