@@ -6,8 +6,11 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math"
 	"net/http"
+	"net/url"
 	"slices"
+	"strconv"
 	"time"
 
 	"github.com/kiln-registry/kiln-registry/api"
@@ -38,7 +41,7 @@ func (r *Registry) Export(ctx context.Context, w io.Writer) error {
 // that a tag names, or that another manifest of its repository refers to, never goes, nor a base of which anything is
 // known to be made.
 type Retention struct {
-	Repos  access.Repositories
+	Repos  []string // globs of repositories, as in the rules of access
 	Kind   api.Kind
 	Keep   int  // how many of the newest stay in any case
 	DryRun bool // change nothing
@@ -62,18 +65,48 @@ type Retained struct {
 	Bytes    int64 `json:"bytes"`    // of the blobs of those
 }
 
+// Query returns t in the form that RetentionOf reads.
+func (t Retention) Query() url.Values {
+	q := url.Values{"repo": t.Repos, "kind": {string(t.Kind)}, "keep": {strconv.Itoa(t.Keep)}}
+	if t.DryRun {
+		q.Set("dry-run", "true")
+	}
+	return q
+}
+
+// RetentionOf reads what Query wrote.
+func RetentionOf(q url.Values) Retention {
+	keep, err := strconv.Atoi(q.Get("keep"))
+	if err != nil {
+		keep = math.MaxInt
+	}
+	return Retention{Repos: q["repo"], Kind: api.Kind(q.Get("kind")), Keep: keep, DryRun: q.Has("dry-run")}
+}
+
+// RetentionEvent is one line of what a retention tells: a manifest that goes or, at the end, what it came to.
+type RetentionEvent struct {
+	Retired  *Retired  `json:"retired,omitempty"`
+	Retained *Retained `json:"retained,omitempty"`
+	Error    string    `json:"error,omitempty"` // why it ended before its time
+}
+
 // Retain deletes old manifests, repository by repository, and tells gone of each. Pushes to a repository wait while it
 // is at work there. The bytes stay until blobs that nothing refers to are collected. ErrUnauthorized or ErrDenied for a
-// caller who may not delete in one of the repositories; what it returns is true also with an error.
+// caller who may not delete in one of the repositories, ErrParameterInvalid for what is no glob; what it returns is true
+// also with an error.
 func (r *Registry) Retain(
 	ctx context.Context, c access.Caller, t Retention, gone func(Retired) error,
 ) (Retained, error) {
 	did := Retained{DryRun: t.DryRun}
+	repos, err := access.ParseRepositories(t.Repos)
+	if err != nil {
+		return did, api.Errorf(api.CodeParameterInvalid, "%v", err)
+	}
 	for repo, err := range r.ix.Repos(ctx, "") {
 		if err != nil {
 			return did, err
 		}
-		if !t.Repos.Match(repo) {
+		if !repos.Match(repo) {
 			continue
 		}
 		if err := c.Check(access.Delete, repo); err != nil {
@@ -346,6 +379,7 @@ func (re *replay) manifest(ctx context.Context, ref blobstore.Ref) (index.Op, er
 //	GET  /export   what Export writes
 //	POST /reindex  Reindex; answers when it has ended
 //	GET  /health   Health
+//	POST /retain   Retain, by RetentionOf its query; answers with RetentionEvents, one a line
 //
 // and what upkeep.Handler has.
 func (r *Registry) Admin() http.Handler {
@@ -362,6 +396,17 @@ func (r *Registry) Admin() http.Handler {
 			r.log.Error("reindex", "error", err)
 			http.Error(w, err.Error(), http.StatusInternalServerError)
 		}
+	})
+	m.HandleFunc("POST /retain", func(w http.ResponseWriter, q *http.Request) {
+		enc := json.NewEncoder(w)
+		did, err := r.Retain(q.Context(), access.Everyone(), RetentionOf(q.URL.Query()), func(row Retired) error {
+			return enc.Encode(RetentionEvent{Retired: &row})
+		})
+		last := RetentionEvent{Retained: &did}
+		if err != nil {
+			last.Error = err.Error()
+		}
+		_ = enc.Encode(last) // it fails where the reader is gone
 	})
 	m.HandleFunc("GET /health", func(w http.ResponseWriter, q *http.Request) {
 		w.Header().Set("Content-Type", "application/json")

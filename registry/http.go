@@ -275,11 +275,12 @@ func asAPI(err error) *api.Error {
 	return api.AsError(err)
 }
 
-// record logs a request once: failures of the registry as errors, changes as information, the rest for debugging.
+// record logs a request once: failures of the registry as errors, changes as information, the rest for debugging. Not to
+// be ready is no failure.
 func (r *Registry) record(q *request, did Served) {
 	level := slog.LevelDebug
 	switch {
-	case did.Err != nil && did.Status >= 500:
+	case did.Err != nil && did.Status >= 500 && !errors.Is(did.Err, api.ErrUnavailable):
 		level = slog.LevelError
 	case q.Method != http.MethodGet && q.Method != http.MethodHead:
 		level = slog.LevelInfo

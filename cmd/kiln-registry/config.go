@@ -6,6 +6,7 @@ import (
 	"io"
 	"io/fs"
 	"log/slog"
+	"net/http"
 	"os"
 	"syscall"
 	"time"
@@ -20,6 +21,7 @@ import (
 	"github.com/kiln-registry/kiln-registry/internal/durable"
 	"github.com/kiln-registry/kiln-registry/registry"
 	"github.com/kiln-registry/kiln-registry/registry/access"
+	"github.com/kiln-registry/kiln-registry/registry/metrics"
 )
 
 const (
@@ -100,6 +102,8 @@ type parts struct {
 	store engine
 	ix    *index.Index
 	reg   *registry.Registry
+
+	metrics http.Handler // nil: there are none
 }
 
 // opening is how the parts are opened.
@@ -109,6 +113,11 @@ type opening struct {
 	idle  time.Duration
 	log   *slog.Logger
 	fresh bool // put the index aside, however damaged it is, and start an empty one
+
+	readOnly    bool
+	immutable   access.TagPatterns
+	metrics     *metrics.Metrics // nil: none
+	metricsHere bool             // the registry itself answers with them
 }
 
 // open fails if another process has the store or the state folder.
@@ -131,10 +140,19 @@ func (p *parts) complete(ctx context.Context, o opening) (err error) {
 	if p.ix, err = o.openIndex(ctx, p.store.ID()); err != nil {
 		return err
 	}
-	p.reg, err = registry.New(registry.Config{
+	c := registry.Config{
 		Store: p.store, Refs: p.store, Uploads: p.store, Index: p.ix, Access: o.gate, Log: o.log, Version: cli.Version(),
-		IdleTimeout: o.idle,
-	})
+		IdleTimeout: o.idle, ReadOnly: o.readOnly, Immutable: o.immutable,
+	}
+	if o.metrics != nil {
+		p.metrics, c.Observe = o.metrics.Handler(), o.metrics.Observe
+		if o.metricsHere {
+			c.Metrics = p.metrics
+		}
+	}
+	if p.reg, err = registry.New(c); err == nil && o.metrics != nil {
+		o.metrics.Watch(p.reg)
+	}
 	return err
 }
 
@@ -167,7 +185,11 @@ func (o opening) openIndex(ctx context.Context, id string) (*index.Index, error)
 	if err != nil {
 		return nil, o.damaged(err)
 	}
-	ix, err := index.New(ctx, breakable(kv))
+	engine := breakable(kv)
+	if o.metrics != nil {
+		engine = o.metrics.KV(engine)
+	}
+	ix, err := index.New(ctx, engine)
 	if err != nil {
 		return nil, errors.Join(o.damaged(err), kv.Close())
 	}

@@ -4,44 +4,49 @@ import (
 	"crypto/tls"
 	"errors"
 	"fmt"
+	"log/slog"
 	"net"
+	"net/http"
 	"net/netip"
 	"os"
 	"strconv"
 	"syscall"
 
+	"github.com/spf13/cobra"
+
+	"github.com/kiln-registry/kiln-registry/api"
 	"github.com/kiln-registry/kiln-registry/internal/cli"
+	"github.com/kiln-registry/kiln-registry/registry/metrics"
 )
 
-const addrHint = "--addr wants HOST:PORT, as " + cli.DefaultRegistry + "; port 0 takes any free one"
-
 // checkAddr refuses what is no address to listen on.
-func checkAddr(addr string) error {
+func checkAddr(flag, addr string) error {
+	hint := flag + " wants HOST:PORT, as " + cli.DefaultRegistry + "; port 0 takes any free one"
 	_, port, err := net.SplitHostPort(addr)
 	var bad *net.AddrError
 	if errors.As(err, &bad) {
-		return cli.Hint(cli.Usagef("--addr %q: %s", addr, bad.Err), addrHint)
+		return cli.Hint(cli.Usagef("%s %q: %s", flag, addr, bad.Err), hint)
 	}
 	if n, err := strconv.ParseUint(port, 10, 16); err != nil || strconv.FormatUint(n, 10) != port {
-		return cli.Hint(cli.Usagef("--addr %q: %q is no port: want 0 to 65535", addr, port), addrHint)
+		return cli.Hint(cli.Usagef("%s %q: %q is no port: want 0 to 65535", flag, addr, port), hint)
 	}
 	return nil
 }
 
 // listen opens the address, and says what to do where that fails.
-func listen(addr string) (net.Listener, error) {
+func listen(flag, addr string) (net.Listener, error) {
 	l, err := net.Listen("tcp", addr)
 	if err == nil {
 		return l, nil
 	}
-	code, hint := cli.CodeUsage, "--addr must name an address of this machine; 0.0.0.0:PORT is all of them"
+	code, hint := cli.CodeUsage, flag+" must name an address of this machine; 0.0.0.0:PORT is all of them"
 	switch {
 	case errors.Is(err, syscall.EADDRINUSE):
-		hint = "another program listens there: stop it, or choose another port with --addr"
+		hint = "another program listens there: stop it, or choose another port with " + flag
 	case errors.Is(err, os.ErrPermission):
-		code, hint = cli.CodeDisk, "this user may not listen there: choose a port from 1024 up with --addr"
+		code, hint = cli.CodeDisk, "this user may not listen there: choose a port from 1024 up with "+flag
 	}
-	return nil, cli.Hint(cli.Exit(code, fmt.Errorf("--addr %s: %w", addr, err)), hint)
+	return nil, cli.Hint(cli.Exit(code, fmt.Errorf("%s %s: %w", flag, addr, err)), hint)
 }
 
 // shown is the address as it was given, with the port that was taken.
@@ -97,4 +102,60 @@ func readPEM(flag, path string) ([]byte, error) {
 		return nil, cli.Hint(fmt.Errorf("%s: %w", flag, err), flag+" must name a file that this user can read")
 	}
 	return b, nil
+}
+
+// metering is where the metrics are served.
+type metering struct {
+	here bool // beside the registry
+	addr string
+}
+
+func (m *metering) bind(cmd *cobra.Command) {
+	f := cmd.Flags()
+	f.BoolVar(&m.here, "metrics", false, "serve /metrics beside the registry, to everybody who reaches it")
+	f.StringVar(&m.addr, "metrics-addr", "", "address to serve /metrics on, apart from the registry, over plain HTTP")
+}
+
+func (m *metering) check() error {
+	if m.addr == "" {
+		return nil
+	}
+	return checkAddr("--metrics-addr", m.addr)
+}
+
+// open returns the metrics of a registry; nil: nobody is to read any.
+func (m *metering) open(at place, log *slog.Logger) *metrics.Metrics {
+	if !m.here && m.addr == "" {
+		return nil
+	}
+	kind := "folder"
+	if at.folder == "" {
+		kind = "s3"
+	}
+	return metrics.New(cli.Version(), kind, log)
+}
+
+// listen opens the address of the metrics; nil: they have none of their own.
+func (m *metering) listen() (net.Listener, error) {
+	if m.addr == "" {
+		return nil, nil
+	}
+	return listen("--metrics-addr", m.addr)
+}
+
+// serveMetrics serves the metrics on an address of their own; nil: they have none. The caller shuts the server down, and
+// then calls wait.
+func serveMetrics(l net.Listener, all http.Handler, log *slog.Logger) (server *http.Server, wait func()) {
+	routes := http.NewServeMux()
+	server = newServer(routes, log)
+	if l == nil {
+		return server, func() {}
+	}
+	routes.Handle("GET "+api.PathMetrics, all)
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		_ = server.Serve(l) // ends when it is shut down
+	}()
+	return server, func() { <-done }
 }

@@ -85,6 +85,7 @@ type server struct {
 	t   tester
 	cmd *exec.Cmd
 	url string
+	out *bufio.Reader // what it writes after its address
 	log *bytes.Buffer
 }
 
@@ -116,7 +117,8 @@ func (s *server) start() *server {
 			s.cmd.Wait()
 		}
 	})
-	line, err := bufio.NewReader(out).ReadString('\n')
+	s.out = bufio.NewReader(out)
+	line, err := s.out.ReadString('\n')
 	url, ok := strings.CutPrefix(strings.TrimSpace(line), "listening on ")
 	if err != nil || !ok {
 		s.cmd.Wait()

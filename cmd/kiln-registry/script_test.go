@@ -26,7 +26,7 @@ func TestScripts(t *testing.T) {
 		Dir: "testdata",
 		Cmds: map[string]func(*testscript.TestScript, bool, []string){
 			"exits": testregistry.Exits, "serve": scriptServe, "halt": scriptHalt, "kill9": scriptKill, "push": scriptPush,
-			"get": scriptGet, "damage": scriptDamage, "log": scriptLog,
+			"get": scriptGet, "damage": scriptDamage, "log": scriptLog, "request": scriptRequest,
 		},
 		Setup: func(e *testscript.Env) error {
 			e.Values[serverKey{}] = new(*server)
@@ -66,6 +66,23 @@ func scriptServe(ts *testscript.TestScript, _ bool, args []string) {
 
 // scriptHalt is "halt": SIGTERM.
 func scriptHalt(ts *testscript.TestScript, _ bool, _ []string) { running(ts).stop() }
+
+// scriptRequest is "request STATUS METHOD PATH [PATTERN]", and the body or a header of the answer matches.
+func scriptRequest(ts *testscript.TestScript, neg bool, args []string) {
+	status, err := strconv.Atoi(args[0])
+	ts.Check(err)
+	header, body := running(ts).do(status, args[1], args[2], []byte("{}"), "Content-Type", manifestType)
+	if len(args) == 3 {
+		return
+	}
+	var answer bytes.Buffer
+	ts.Check(header.Write(&answer))
+	re, err := regexp.Compile("(?m)" + args[3])
+	ts.Check(err)
+	if answer.WriteString("\r\n"); re.Match(append(answer.Bytes(), body...)) == neg {
+		ts.Fatalf("%v: %s%s", args, &answer, body)
+	}
+}
 
 // scriptLog is "log PATTERN": the server, which has ended, wrote a line that matches.
 func scriptLog(ts *testscript.TestScript, neg bool, args []string) {

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"crypto/tls"
 	"errors"
@@ -18,6 +19,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/kiln-registry/kiln-registry/api"
 	"github.com/kiln-registry/kiln-registry/internal/cli"
 	"github.com/kiln-registry/kiln-registry/registry/access"
 )
@@ -41,6 +43,8 @@ type serving struct {
 	drain        time.Duration
 	unready      time.Duration
 	configured
+	limits
+	metering
 }
 
 func serveCommand(stderr io.Writer) *cobra.Command {
@@ -61,6 +65,8 @@ What no flag says is looked for in the environment, --idle-timeout in KILN_IDLE_
 	s.configured.bind(cmd)
 	s.store.bind(cmd)
 	s.logging.bind(cmd)
+	s.limits.bind(cmd)
+	s.metering.bind(cmd)
 	f := cmd.Flags()
 	f.StringVar(&s.addr, "addr", cli.DefaultRegistry, "address to listen on")
 	f.BoolVar(&s.init, "init", false, "make --store a store first, if it is new or empty")
@@ -105,9 +111,14 @@ func (s *serving) run(ctx context.Context, stdout, stderr io.Writer) error {
 		// The parts of uploads are nearly all that is live, and by default as much garbage may grow beside them.
 		debug.SetGCPercent(25)
 	}
-	p, err := opening{home: s.home, gate: gate, idle: s.idle, log: log}.open(ctx)
+	o := opening{home: s.home, gate: gate, idle: s.idle, log: log, readOnly: s.readOnly, immutable: s.immutable}
+	o.metrics, o.metricsHere = s.metering.open(s.place, log), s.metering.here
+	p, err := o.open(ctx)
 	if err != nil {
 		return err
+	}
+	if s.readOnly {
+		log.Info("read-only: pushes and deletes are refused, and nothing is removed")
 	}
 	err = s.serve(ctx, p, certificates, stdout, log)
 	return errors.Join(err, p.close())
@@ -118,7 +129,7 @@ func (s *serving) check() error {
 	if err := s.store.check(); err != nil {
 		return err
 	}
-	if err := checkAddr(s.addr); err != nil {
+	if err := cmp.Or(checkAddr("--addr", s.addr), s.limits.check(), s.metering.check()); err != nil {
 		return err
 	}
 	switch {
@@ -162,9 +173,13 @@ func (s *serving) gate(log *slog.Logger) (*access.Gate, error) {
 func (s *serving) serve(
 	ctx context.Context, p *parts, certificates []tls.Certificate, stdout io.Writer, log *slog.Logger,
 ) error {
-	l, err := listen(s.addr)
+	l, err := listen("--addr", s.addr)
 	if err != nil {
 		return err
+	}
+	toMetrics, err := s.metering.listen()
+	if err != nil {
+		return errors.Join(err, l.Close())
 	}
 	var requests inFlight
 	server := newServer(requests.count(p.reg), log)
@@ -174,7 +189,9 @@ func (s *serving) serve(
 	defer requests.wait()
 	failed := make(chan error, 1)
 	go func() { failed <- s.accept(server, l) }()
-	fmt.Fprintf(stdout, "listening on %s://%s\n", s.scheme(), shown(s.addr, l.Addr()))
+	meter, closeMeter := serveMetrics(toMetrics, requests.count(p.metrics), log)
+	defer closeMeter()
+	s.announce(stdout, l, toMetrics)
 
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
@@ -196,7 +213,15 @@ func (s *serving) serve(
 		}
 	}
 	<-chores
-	return errors.Join(err, s.stop(p, log, server, admin))
+	return errors.Join(err, s.stop(p, log, server, admin, meter))
+}
+
+// announce says where the server can be reached.
+func (s *serving) announce(stdout io.Writer, l, toMetrics net.Listener) {
+	fmt.Fprintf(stdout, "listening on %s://%s\n", s.scheme(), shown(s.addr, l.Addr()))
+	if toMetrics != nil {
+		fmt.Fprintf(stdout, "metrics on http://%s%s\n", shown(s.metering.addr, toMetrics.Addr()), api.PathMetrics)
+	}
 }
 
 // inFlight counts requests, so that the store is not closed under one. It passes the ResponseWriter on as it is.

@@ -7,7 +7,9 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/kiln-registry/kiln-registry/internal/cli"
 	"github.com/kiln-registry/kiln-registry/internal/cli/settings"
+	"github.com/kiln-registry/kiln-registry/registry/access"
 )
 
 // configured is how serve finds the settings that its command line leaves out.
@@ -36,4 +38,28 @@ func (s *serving) start(cmd *cobra.Command, stderr io.Writer) error {
 	}
 	s.given, s.strays = set.Given("store"), set.Strays(os.Environ())
 	return set.Blame(s.run(cmd.Context(), cmd.OutOrStdout(), stderr))
+}
+
+// limits are what a server refuses to whoever asks.
+type limits struct {
+	readOnly  bool
+	patterns  []string
+	immutable access.TagPatterns // set by check
+}
+
+func (l *limits) bind(cmd *cobra.Command) {
+	f := cmd.Flags()
+	f.BoolVar(&l.readOnly, "read-only", false, "refuse every push and delete, and remove nothing")
+	f.StringSliceVar(&l.patterns, "immutable-tags", nil,
+		"tags that are never moved or deleted once they are set, as team/**:v* (may be repeated)")
+}
+
+func (l *limits) check() (err error) {
+	if l.immutable, err = access.ParseTagPatterns(l.patterns); err != nil {
+		return cli.Hint(
+			cli.Usagef("--immutable-tags: %w", err),
+			"in a repository * is any text without /, and ** any components; in a tag * is any text",
+		)
+	}
+	return nil
 }

@@ -183,9 +183,8 @@ func (s *Settings) Strays(environ []string) (lines []string) {
 	for _, name := range s.names() {
 		known = append(known, variable(name))
 	}
-	for _, v := range environ {
-		name, _, _ := strings.Cut(v, "=")
-		if !strings.HasPrefix(name, prefix) || slices.Contains(known, name) {
+	for name := range variables(environ) {
+		if slices.Contains(known, name) {
 			continue
 		}
 		if near := nearest(name, known); distance(name, near) <= 2 {

@@ -204,7 +204,7 @@ func TestStrays(t *testing.T) {
 		t.Fatal(err)
 	}
 	got := s.Strays([]string{
-		"KILN_IDLE_TIMEOUTS=1", "KILN_ADDR=1", "KILN_TOKEN=1", "KILN_PORT_5000_TCP=1", "KILN_ADR=2", "X=1",
+		"KILN_IDLE_TIMEOUTS=1", "KILN_ADDR=1", "KILN_TOKEN=1", "KILN_PORT_5000_TCP=1", "KILN_ADR=2", "KILN_M=", "X=1",
 	})
 	want := []string{
 		"KILN_ADR is no setting; is KILN_ADDR meant?", "KILN_IDLE_TIMEOUTS is no setting; is KILN_IDLE_TIMEOUT meant?",

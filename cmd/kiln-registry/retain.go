@@ -1,0 +1,147 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/kiln-registry/kiln-registry/api"
+	"github.com/kiln-registry/kiln-registry/internal/cli"
+	"github.com/kiln-registry/kiln-registry/registry"
+	"github.com/kiln-registry/kiln-registry/registry/access"
+)
+
+// retaining is what retain was asked for.
+type retaining struct {
+	store
+	registry.Retention
+	kind string
+	yes  bool
+	json bool
+}
+
+const kinds = "base, adapter, checkpoint, eval, receipt, statement"
+
+func retainCommand(stderr io.Writer) *cobra.Command {
+	var r retaining
+	cmd := &cobra.Command{
+		Use: "retain --keep N --repo PATTERN", Short: "Delete old checkpoints, all but the newest", Args: cobra.NoArgs,
+		Long: `Delete old checkpoints, all but the newest of each repository. What a tag names stays, and what another
+manifest of the repository refers to: by its subject, or as an index that lists it. A base stays as long as anything is
+known to be made from it.
+
+Without --yes it only says what would go. The bytes are given back by the next collection: kiln-registry gc.`,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			if err := r.check(); err != nil {
+				return err
+			}
+			return r.run(cmd.Context(), cmd.OutOrStdout(), stderr)
+		},
+	}
+	r.store.bind(cmd)
+	f := cmd.Flags()
+	f.StringSliceVar(&r.Repos, "repo", nil, "repository or glob, as team/**; may be repeated (needed)")
+	f.IntVar(&r.Keep, "keep", 0, "how many of the newest stay in any case (needed)")
+	f.StringVar(&r.kind, "kind", string(api.KindCheckpoint), "which manifests: "+kinds)
+	f.BoolVar(&r.DryRun, "dry-run", false, "only say what would go, which is what it does without --yes")
+	f.BoolVar(&r.yes, "yes", false, "delete")
+	f.BoolVar(&r.json, "json", false, "print JSON, one object a line")
+	for _, name := range []string{"repo", "keep"} {
+		if err := cmd.MarkFlagRequired(name); err != nil {
+			panic(err) // no such flag: a mistake in this function
+		}
+	}
+	return cmd
+}
+
+func (r *retaining) check() error {
+	r.Kind = api.Kind(r.kind)
+	_, err := access.ParseRepositories(r.Repos)
+	switch {
+	case err != nil:
+		return cli.Usagef("--repo: %w", err)
+	case len(r.Repos) == 0:
+		return cli.Usagef("--repo is empty")
+	case r.Keep < 1:
+		return cli.Usagef("--keep %d: want 1 or more", r.Keep)
+	case !r.Kind.Known():
+		return cli.Usagef("--kind %s: want one of %s", r.kind, kinds)
+	case r.yes && r.DryRun:
+		return cli.Usagef("--dry-run and --yes don't go together")
+	}
+	r.DryRun = !r.yes
+	return r.store.check()
+}
+
+// run has the server do it, or does it where none runs.
+func (r *retaining) run(ctx context.Context, stdout, stderr io.Writer) error {
+	show := retainShow{json: r.json, kind: r.kind, out: stdout, notes: stderr}
+	resp, err := r.ask(ctx, http.MethodPost, "/retain?"+r.Query().Encode())
+	switch {
+	case err == nil:
+		defer resp.Body.Close()
+		return show.answer(resp.Body)
+	case !errors.Is(err, errNoServer):
+		return err
+	}
+	return r.withParts(ctx, false, stderr, func(p *parts) error {
+		if err := p.reg.Replay(ctx); err != nil {
+			return r.notReplayed(err)
+		}
+		did, err := p.reg.Retain(ctx, access.Everyone(), r.Retention, func(row registry.Retired) error {
+			return show.event(registry.RetentionEvent{Retired: &row})
+		})
+		return errors.Join(err, show.event(registry.RetentionEvent{Retained: &did}))
+	})
+}
+
+// retainShow writes what a retention tells.
+type retainShow struct {
+	json       bool
+	kind       string
+	out, notes io.Writer
+}
+
+// answer shows what the server tells, which must come to an end.
+func (s retainShow) answer(body io.Reader) error {
+	for dec := json.NewDecoder(body); ; {
+		var e registry.RetentionEvent
+		if err := dec.Decode(&e); err != nil {
+			return cli.Exit(cli.CodeTryAgain, fmt.Errorf("the server did not answer to the end: %w", err))
+		}
+		if err := s.event(e); err != nil {
+			return err
+		}
+		switch {
+		case e.Error != "":
+			return fmt.Errorf("server: %s", e.Error)
+		case e.Retained != nil:
+			return nil
+		}
+	}
+}
+
+func (s retainShow) event(e registry.RetentionEvent) (err error) {
+	switch {
+	case s.json:
+		return json.NewEncoder(s.out).Encode(e)
+	case e.Retired != nil:
+		_, err = fmt.Fprintf(s.out, "%s@%s\t%s\t%s\n", e.Retired.Repository, e.Retired.Digest,
+			e.Retired.Created.UTC().Format(time.RFC3339), cli.Bytes(e.Retired.Bytes))
+	case e.Retained != nil:
+		d := e.Retained
+		end := "deleted; kiln-registry gc gives the space back"
+		if d.DryRun {
+			end = "would go; --yes deletes them"
+		}
+		_, err = fmt.Fprintf(s.notes, "%s found: %d among the newest, %d that something refers to; %d (%s of blobs) %s\n",
+			count(d.Found, s.kind), d.Newest, d.Referred, d.Retired, cli.Bytes(d.Bytes), end)
+	}
+	return err
+}
