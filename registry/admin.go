@@ -289,6 +289,7 @@ type replay struct {
 	n     int
 	// leftOut names a ref that the index could not take, of this or an earlier start; empty: there is none.
 	leftOut string
+	unsaid  bool // the index does not have it yet
 }
 
 // leftOutNote keeps leftOut in the index: what such a ref refers to must not be collected.
@@ -310,7 +311,7 @@ func (re *replay) add(ctx context.Context, ref blobstore.PlacedRef) error {
 	if err := index.Check(op); err != nil {
 		// One record must not keep the whole store from being served.
 		re.r.log.Error("ref left out of the index", "repository", ref.Repo, "name", ref.Name, "error", err)
-		re.leftOut = fmt.Sprintf("%.80q of %.80q", ref.Name, ref.Repo)
+		re.leftOut, re.unsaid = fmt.Sprintf("%.80q of %.80q", ref.Name, ref.Repo), true
 		return nil
 	}
 	re.ops, re.bytes = append(re.ops, op), re.bytes+len(ref.Manifest)
@@ -321,12 +322,12 @@ func (re *replay) add(ctx context.Context, ref blobstore.PlacedRef) error {
 }
 
 func (re *replay) flush(ctx context.Context) error {
-	if len(re.ops) == 0 {
+	if len(re.ops) == 0 && !re.unsaid {
 		return nil
 	}
 	err := re.r.ix.Apply(ctx, append(re.ops, index.Checkpoint{Position: uint64(re.at)},
 		index.Note{Name: leftOutNote, Value: []byte(re.leftOut)})...)
-	re.ops, re.bytes = re.ops[:0], 0
+	re.ops, re.bytes, re.unsaid = re.ops[:0], 0, false
 	clear(re.bases)
 	return err
 }
