@@ -178,12 +178,42 @@ func (r *Registry) sendBlob(w *response, q *request, i blobstore.Info, off, n in
 		return err
 	}
 	defer body.Close()
+	if r.verify && n == i.Size && n > 0 && status == http.StatusOK {
+		return r.sendVerified(w, i, body)
+	}
 	w.WriteHeader(status)
 	sent, err := io.Copy(w, body)
 	if err == nil && sent != n {
 		err = fmt.Errorf("blob %s: store gave %d bytes of %d", i.Digest, sent, n)
 	}
 	return err
+}
+
+// verifiedPiece is how much of a blob is read at a time that is hashed on its way out, and how much of it waits for the
+// verdict.
+const verifiedPiece = 256 << 10
+
+// sendVerified answers with a whole blob and hashes it on the way. The last piece goes out when the blob is found to be
+// what its digest says: of one that is damaged the client gets less than was announced, and the scrubber is told. A blob
+// of one piece is found out before the answer begins.
+func (r *Registry) sendVerified(w *response, i blobstore.Info, body io.Reader) error {
+	h, rest := identity.NewHash(), i.Size
+	piece := make([]byte, min(rest, verifiedPiece))
+	for rest > 0 {
+		n, err := io.ReadFull(body, piece[:min(rest, verifiedPiece)])
+		if err != nil {
+			return fmt.Errorf("blob %s: %d bytes before its end: %w", i.Digest, rest-int64(n), err)
+		}
+		h.Write(piece[:n])
+		if rest -= int64(n); rest == 0 && identity.DigestOf(h) != i.Digest {
+			r.scrubber.Suspect(i.Digest)
+			return fmt.Errorf("%w: blob %s: its bytes are not those of its digest", blobstore.ErrDamaged, i.Digest)
+		}
+		if _, err := w.Write(piece[:n]); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 func (r *Registry) deleteBlob(w *response, q *request) error {

@@ -3,13 +3,18 @@ package registry_test
 import (
 	"bytes"
 	"crypto/sha512"
+	"errors"
 	"fmt"
+	"io"
 	"net/http"
+	"os"
+	"path/filepath"
 	"strings"
 	"testing"
 
 	"github.com/kiln-registry/kiln-registry/api"
 	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/registry"
 )
 
 func TestBlobHeadAndGetAgree(t *testing.T) { // RG-12
@@ -196,5 +201,53 @@ func TestUnknownRoutes(t *testing.T) {
 	a := s.want(405, "POST", api.PathManifest("a", "v1"), nil)
 	if a.code() != api.CodeUnsupported || a.header.Get("Allow") != "GET, HEAD, PUT, DELETE" {
 		t.Error(a)
+	}
+}
+
+// damage changes a byte of a stored blob.
+func (s *server) damage(d identity.Digest, at int) {
+	s.t.Helper()
+	path := filepath.Join(s.dir, "blobs", "sha256", d.Hex()[:2], d.Hex())
+	b, err := os.ReadFile(path)
+	if err == nil {
+		b[at] ^= 1
+		err = os.Chmod(path, 0o644)
+	}
+	if err == nil {
+		err = os.WriteFile(path, b, 0o644)
+	}
+	if err != nil {
+		s.t.Fatal(err)
+	}
+}
+
+// TestVerifyReads: a blob that is sent whole breaks off before its end if it is damaged. Ranges are not verified, and
+// without VerifyReads nothing is.
+func TestVerifyReads(t *testing.T) {
+	s := newServer(t)
+	large := bytes.Repeat([]byte("0123456789abcdef"), 100_000)
+	good, bad, small := s.blob("a", large), s.blob("a", append(large, 'x')), s.blob("a", []byte("small"))
+	s.damage(bad, 1000)
+	s.damage(small, 1)
+	s.want(200, "GET", api.PathBlob("a", bad), nil)
+
+	s.restart(func(c *registry.Config) { c.VerifyReads = true })
+	if a := s.want(200, "GET", api.PathBlob("a", good), nil); !bytes.Equal(a.body, large) {
+		t.Error("other bytes")
+	}
+	s.want(200, "GET", api.PathBlob("a", s.blob("a", nil)), nil)
+	s.want(206, "GET", api.PathBlob("a", bad), nil, "Range", "bytes=0-")
+	s.want(200, "HEAD", api.PathBlob("a", bad), nil)
+	if a := s.want(500, "GET", api.PathBlob("a", small), nil); a.code() != api.CodeInternal {
+		t.Error(a)
+	}
+	resp, err := http.Get(s.url(api.PathBlob("a", bad)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer resp.Body.Close()
+	b, err := io.ReadAll(resp.Body)
+	if !errors.Is(err, io.ErrUnexpectedEOF) || resp.StatusCode != 200 || len(b) > len(large) {
+		t.Errorf("%d, %d bytes of %d, %v", resp.StatusCode, len(b), len(large)+1, err)
 	}
 }
