@@ -15,6 +15,7 @@ import (
 
 	"github.com/kiln-registry/kiln-registry/blobstore"
 	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/identity/lanes"
 	"github.com/kiln-registry/kiln-registry/internal/durable"
 )
 
@@ -37,9 +38,13 @@ func describeFile(d identity.Digest, fi fs.FileInfo) blobstore.Info {
 	}
 }
 
-func absent(what string, d identity.Digest, err error) error {
+// absent makes the error for a blob that is not shown. An err that is nil or fs.ErrNotExist says no more than that.
+func (st *Store) absent(what string, d identity.Digest, err error) error {
 	if err == nil || errors.Is(err, fs.ErrNotExist) {
 		err = blobstore.ErrNotFound
+		if st.isAside(d) {
+			err = blobstore.ErrQuarantined
+		}
 	}
 	return fmt.Errorf("%s %s: %w", what, d, err)
 }
@@ -49,7 +54,7 @@ func (st *Store) Stat(ctx context.Context, d identity.Digest) (blobstore.Info, e
 	// Hidden is asked last: a commit hides the blob before it names it.
 	fi, err := os.Lstat(st.path(d))
 	if err != nil || st.names.isHidden(d) {
-		return blobstore.Info{}, absent("stat blob", d, err)
+		return blobstore.Info{}, st.absent("stat blob", d, err)
 	}
 	return describeFile(d, fi), nil
 }
@@ -59,12 +64,12 @@ func (st *Store) Stat(ctx context.Context, d identity.Digest) (blobstore.Info, e
 func (st *Store) Open(ctx context.Context, i blobstore.Info, off, n int64) (io.ReadCloser, error) {
 	f, err := os.Open(st.path(i.Digest))
 	if err != nil {
-		return nil, absent("open blob", i.Digest, err)
+		return nil, st.absent("open blob", i.Digest, err)
 	}
 	r, err := st.section(f, i, off, n)
 	if err != nil {
 		f.Close()
-		return nil, absent("open blob", i.Digest, err)
+		return nil, st.absent("open blob", i.Digest, err)
 	}
 	return r, nil
 }
@@ -74,7 +79,10 @@ func (st *Store) section(f *os.File, i blobstore.Info, off, n int64) (*reader, e
 	if err != nil {
 		return nil, err
 	}
-	if st.names.isHidden(i.Digest) || describeFile(i.Digest, fi).Generation != i.Generation {
+	if st.names.isHidden(i.Digest) {
+		return nil, fs.ErrNotExist
+	}
+	if describeFile(i.Digest, fi).Generation != i.Generation {
 		return nil, blobstore.ErrNotFound
 	}
 	if off < 0 || off > fi.Size() {
@@ -111,23 +119,37 @@ func (r *reader) WriteTo(w io.Writer) (int64, error) {
 	return io.CopyBuffer(w, &r.rest, piece[:])
 }
 
-// Delete implements blobstore.Store.
+// Delete implements blobstore.Store. It also removes a copy that was set aside.
 func (st *Store) Delete(ctx context.Context, i blobstore.Info) error {
 	defer st.names.lock(i.Digest)()
-	now, err := st.Stat(ctx, i.Digest)
-	if err != nil {
-		return fmt.Errorf("delete: %w", err)
-	}
-	if now.Generation != i.Generation {
-		return fmt.Errorf("delete blob %s: generation %s: %w", i.Digest, i.Generation, blobstore.ErrNotFound)
-	}
-	if err := st.disk.Remove(st.path(i.Digest)); err != nil {
-		return fmt.Errorf("delete blob %s: %w", i.Digest, err)
-	}
-	if err := st.syncShelf(i.Digest); err != nil {
-		return fmt.Errorf("delete blob %s: %w", i.Digest, err)
+	if err := st.delete(ctx, i); err != nil {
+		return fmt.Errorf("delete blob %s, generation %s: %w", i.Digest, i.Generation, err)
 	}
 	return nil
+}
+
+func (st *Store) delete(ctx context.Context, i blobstore.Info) error {
+	now, err := st.Stat(ctx, i.Digest)
+	aside := errors.Is(err, blobstore.ErrQuarantined)
+	if aside {
+		now, err = st.statAside(i.Digest)
+	}
+	if err == nil && now.Generation != i.Generation {
+		err = blobstore.ErrNotFound
+	}
+	if err != nil {
+		return err
+	}
+	if err := st.dropSegments(i.Digest); err != nil {
+		return err
+	}
+	if aside {
+		return st.dropAside(i.Digest)
+	}
+	if err := st.disk.Remove(st.path(i.Digest)); err != nil {
+		return err
+	}
+	return st.syncShelf(i.Digest)
 }
 
 func (st *Store) syncShelf(d identity.Digest) error {
@@ -237,6 +259,9 @@ func (st *Store) publish(ctx context.Context, s *session, d identity.Digest) (bl
 		return blobstore.Info{}, err
 	}
 	st.names.hide(d, false)
+	// The blob stands: it has no midstates then, and what it replaces is removed by the next Open.
+	_ = st.keepSegments(s, d)
+	_ = st.dropAside(d)
 	return st.Stat(ctx, d)
 }
 
@@ -264,4 +289,65 @@ func (st *Store) makeShelf(d identity.Digest) error {
 	err := st.disk.Mkdir(0o755, shelf(st.dir, d[0]))
 	s.made = err == nil
 	return err
+}
+
+func (st *Store) segmentsPath(d identity.Digest) string {
+	return filepath.Join(st.dir, segmentsName, hashName, fmt.Sprintf("%02x", d[0]), d.Hex())
+}
+
+// Segments implements blobstore.Segments. A blob has none if it was stored by a program that knew nothing of midstates,
+// or if the process or the machine failed in the moment of its commit.
+func (st *Store) Segments(ctx context.Context, i blobstore.Info) ([]byte, error) {
+	now, err := st.Stat(ctx, i.Digest)
+	if err == nil && now.Generation != i.Generation {
+		err = blobstore.ErrNotFound
+	}
+	if err != nil {
+		return nil, fmt.Errorf("midstates of blob %s, generation %s: %w", i.Digest, i.Generation, err)
+	}
+	form, err := os.ReadFile(st.segmentsPath(i.Digest))
+	if err != nil {
+		return nil, st.absent("midstates of blob", i.Digest, err)
+	}
+	// They are not synced: after a power failure they can be torn.
+	if s, err := lanes.ParseSegments(form, st.segment); err != nil || s.Digest != i.Digest {
+		return nil, fmt.Errorf("midstates of blob %s: %w: those that are there are of no use: %v",
+			i.Digest, blobstore.ErrNotFound, err)
+	}
+	return form, nil
+}
+
+// keepSegments turns the state file of an upload whose blob d stands into the midstates of d, if it has any. Every copy
+// of d has the same ones. The caller holds the lock of d.
+func (st *Store) keepSegments(s *session, d identity.Digest) error {
+	form, err := s.midstates(d)
+	if err != nil || form == nil {
+		return err
+	}
+	path := st.segmentsPath(d)
+	if err := st.disk.MkdirAll(filepath.Dir(path), 0o755); err != nil {
+		return err
+	}
+	if _, err := s.state.WriteAt(form, 0); err != nil {
+		return err
+	}
+	if err := s.state.Truncate(int64(len(form))); err != nil {
+		return err
+	}
+	if err := st.disk.Rename(s.state.Name(), path); err != nil {
+		return err
+	}
+	return s.state.Chmod(0o444)
+}
+
+// dropSegments removes the midstates of d durably. The caller holds the lock of d.
+func (st *Store) dropSegments(d identity.Digest) error {
+	path := st.segmentsPath(d)
+	if _, err := os.Lstat(path); errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	if err := st.disk.Remove(path); err != nil {
+		return err
+	}
+	return st.disk.SyncDir(filepath.Dir(path))
 }

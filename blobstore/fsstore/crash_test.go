@@ -18,13 +18,15 @@ import (
 
 	"github.com/kiln-registry/kiln-registry/blobstore"
 	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/identity/lanes"
 	"github.com/kiln-registry/kiln-registry/internal/durable"
 )
 
 var errPower = errors.New("the power is off")
 
 // crasher is a disk whose power fails at one change. It knows what was synced, so that it can show what a machine would
-// find afterwards: of everything that was not synced, some is there and some is not.
+// find afterwards: of everything that was not synced, some is there and some is not. Only a rename is never there by
+// half: every journaling filesystem takes a name away and gives the new one in one step.
 type crasher struct {
 	root string
 	rng  *rand.Rand
@@ -109,7 +111,21 @@ func (c *crasher) syncFile(path string) {
 	}
 }
 
-func (c *crasher) syncDir(path string) { c.dirs[path] = c.names(path) }
+func (c *crasher) syncDir(path string) {
+	c.dirs[path] = c.names(path)
+	oneName(c.dirs, path)
+}
+
+// oneName takes every file that has its name in dir away from the others, where it was before a rename.
+func oneName(all map[string]map[string]int, dir string) {
+	for _, id := range all[dir] {
+		for other, names := range all {
+			if other != dir {
+				maps.DeleteFunc(names, func(_ string, had int) bool { return had == id })
+			}
+		}
+	}
+}
 
 func (c *crasher) names(dir string) map[string]int {
 	names := map[string]int{}
@@ -125,28 +141,55 @@ func (c *crasher) image(t *testing.T, to string) {
 	t.Helper()
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	current := map[int]string{} // where a file or folder is now
-	err := filepath.WalkDir(c.root, func(path string, _ fs.DirEntry, err error) error {
+	current := map[int]string{}          // where a file or folder is now
+	found := map[string]map[string]int{} // the names in each folder
+	err := filepath.WalkDir(c.root, func(path string, e fs.DirEntry, err error) error {
 		current[c.id(path)] = path
+		if e.IsDir() {
+			found[path] = maps.Clone(c.dirs[path])
+			if c.rng.IntN(2) == 0 {
+				found[path] = c.names(path)
+			}
+		}
 		return err
 	})
-	if err = errors.Join(err, c.copyDir(c.root, to, current)); err != nil {
+	c.wholeRenames(current, found)
+	if err = errors.Join(err, c.copyDir(c.root, to, current, found)); err != nil {
 		t.Fatal(err)
 	}
 }
 
-func (c *crasher) copyDir(from, to string, current map[int]string) error {
+// wholeRenames gives a file its new name if it has lost its old one, and takes the old one away if it has both.
+func (c *crasher) wholeRenames(current map[int]string, found map[string]map[string]int) {
+	named := map[int]bool{}
+	for _, names := range found {
+		for _, id := range names {
+			named[id] = true
+		}
+	}
+	for _, names := range c.dirs {
+		for _, id := range names {
+			if path, ok := current[id]; ok && !named[id] {
+				found[filepath.Dir(path)] = c.names(filepath.Dir(path))
+			}
+		}
+	}
+	for id, path := range current {
+		if found[filepath.Dir(path)][filepath.Base(path)] == id {
+			oneName(found, filepath.Dir(path))
+		}
+	}
+}
+
+func (c *crasher) copyDir(from, to string, current map[int]string, found map[string]map[string]int) error {
 	if err := os.MkdirAll(to, 0o755); err != nil {
 		return err
 	}
-	names := c.dirs[from]
-	if c.rng.IntN(2) == 0 {
-		names = c.names(from)
-	}
+	names := found[from]
 	for _, name := range slices.Sorted(maps.Keys(names)) {
 		path, id := filepath.Join(to, name), names[name]
 		if fi, err := os.Stat(current[id]); err == nil && fi.IsDir() {
-			if err := c.copyDir(current[id], path, current); err != nil {
+			if err := c.copyDir(current[id], path, current, found); err != nil {
 				return err
 			}
 		} else if err := os.WriteFile(path, c.content(id, current[id]), 0o644); err != nil {
@@ -182,7 +225,7 @@ func (c *crasher) content(id int, path string) []byte {
 
 // TestPowerFailure lets the power fail at every change of a workload, and looks at what was acknowledged.
 func TestPowerFailure(t *testing.T) {
-	everyChange(t, 2, func(t *testing.T, dir string, c *crasher, w *workload) error {
+	everyChange(t, 3, func(t *testing.T, dir string, c *crasher, w *workload) error {
 		return w.process(t, dir, c)
 	})
 }
@@ -197,6 +240,7 @@ func TestKillThenPowerFailure(t *testing.T) {
 		if oerr != nil {
 			t.Fatal(oerr)
 		}
+		st.segment = crashSegment
 		w.check(t, st)
 		w.show(t, st)
 		kill(t, st)
@@ -227,6 +271,7 @@ func everyChange(t *testing.T, seeds uint64, run func(t *testing.T, dir string, 
 					t.Fatal(err)
 				}
 				defer st.Close()
+				st.segment = crashSegment
 				w.check(t, st)
 				w.finish(t, st)
 			})
@@ -236,6 +281,9 @@ func everyChange(t *testing.T, seeds uint64, run func(t *testing.T, dir string, 
 		}
 	}
 }
+
+// crashSegment is the size of segments, so that the blobs of a workload have midstates.
+const crashSegment = 10 << 10
 
 // workload makes calls and remembers what was acknowledged.
 type workload struct {
@@ -247,6 +295,8 @@ type workload struct {
 	id      string
 	data    []byte // of the open upload
 	acked   int
+	suspect []byte // a blob that was pushed and is, or was, to be set aside
+	aside   bool   // that was acknowledged
 }
 
 // process runs the workload in a process that dies at its end or when the disk fails.
@@ -256,7 +306,7 @@ func (w *workload) process(t *testing.T, dir string, c *crasher) error {
 		return err
 	}
 	defer kill(t, st)
-	st.every = 64 << 10
+	st.every, st.segment = 64<<10, crashSegment
 	return w.run(t, st)
 }
 
@@ -274,6 +324,8 @@ func (w *workload) show(t *testing.T, st *Store) {
 		}
 		w.blobs = append(w.blobs, b)
 	}
+	_, err := st.Stat(t.Context(), identity.Sum(w.suspect))
+	w.aside = errors.Is(err, blobstore.ErrQuarantined)
 	w.refs = 0
 	for range st.Since(t.Context(), 0) {
 		w.refs++
@@ -329,7 +381,29 @@ func (w *workload) run(t *testing.T, st *Store) error {
 	if err := w.put(t, st, 1); err != nil {
 		return err
 	}
-	return w.push(t, st, w.bytes(70_000))
+	return w.setAside(t, st)
+}
+
+// setAside sets a blob aside and heals it.
+func (w *workload) setAside(t *testing.T, st *Store) error {
+	suspect := w.bytes(70_000)
+	if err := w.push(t, st, suspect); err != nil {
+		return err
+	}
+	i, err := st.Stat(t.Context(), identity.Sum(suspect))
+	if err != nil {
+		return err
+	}
+	w.suspect, w.blobs = suspect, w.blobs[:len(w.blobs)-1]
+	if err := st.SetAside(t.Context(), i, "why"); err != nil {
+		return err
+	}
+	w.aside = true
+	if err := w.put(t, st, 1); err != nil {
+		return err
+	}
+	w.aside = false
+	return w.push(t, st, suspect)
 }
 
 func (w *workload) push(t *testing.T, st *Store, b []byte) error {
@@ -382,8 +456,16 @@ func (w *workload) check(t *testing.T, st *Store) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if b, err := os.ReadFile(st.path(i.Digest)); err != nil || identity.Sum(b) != i.Digest {
+		b, err := os.ReadFile(st.path(i.Digest))
+		if err != nil || identity.Sum(b) != i.Digest {
 			t.Errorf("blob %s is not whole: %d bytes, %v", i.Digest, len(b), err)
+		}
+		checkMidstates(t, st, i, b)
+	}
+	if w.suspect != nil {
+		_, err := st.Stat(t.Context(), identity.Sum(w.suspect))
+		if (err != nil || w.aside) && !errors.Is(err, blobstore.ErrQuarantined) {
+			t.Errorf("a blob was to be set aside, acknowledged %v: %v", w.aside, err)
 		}
 	}
 	for _, d := range w.deleted {
@@ -392,6 +474,27 @@ func (w *workload) check(t *testing.T, st *Store) {
 		}
 	}
 	w.checkRefs(t, st)
+}
+
+// checkMidstates: a blob has the right midstates or none.
+func checkMidstates(t *testing.T, st *Store, i blobstore.Info, b []byte) (found bool) {
+	t.Helper()
+	form, err := st.Segments(t.Context(), i)
+	if errors.Is(err, blobstore.ErrNotFound) {
+		return false
+	} else if err != nil {
+		t.Fatal(err)
+	}
+	s, err := lanes.ParseSegments(form, st.segment)
+	if err != nil {
+		t.Fatal(err)
+	}
+	stream := s.Stream()
+	stream.Write(b)
+	if bad := stream.End(); bad != nil || s.Digest != i.Digest {
+		t.Errorf("midstates of %s, %d bytes: segments %v do not pass", i.Digest, len(b), bad)
+	}
+	return true
 }
 
 func (w *workload) checkRefs(t *testing.T, st *Store) {
@@ -434,7 +537,9 @@ func (w *workload) finish(t *testing.T, st *Store) {
 	if _, err := u.Append(t.Context(), off, bytes.NewReader(w.data[off:])); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := u.Commit(t.Context(), identity.Sum(w.data)); err != nil {
-		t.Error(err)
+	i, err := u.Commit(t.Context(), identity.Sum(w.data))
+	if err != nil {
+		t.Fatal(err)
 	}
+	checkMidstates(t, st, i, w.data)
 }

@@ -19,6 +19,9 @@ import (
 	"github.com/kiln-registry/kiln-registry/identity"
 )
 
+// killSegment is the size of segments, which lets most blobs have midstates.
+const killSegment = 30 << 10
+
 // killEnv names the store in the environment of the child process that is to be killed.
 const killEnv = "KILN_TEST_STORE_TO_KILL"
 
@@ -44,7 +47,7 @@ func child(dir string) error {
 	if err != nil {
 		return err
 	}
-	st.every = 64 << 10
+	st.every, st.segment = 64<<10, killSegment
 	start := uint64(time.Now().UnixNano()) % 1e6 * 1000
 	var out sync.Mutex
 	say := func(format string, args ...any) {
@@ -100,6 +103,7 @@ func TestKill(t *testing.T) {
 	newStore(t, dir)
 	acked := map[string]bool{}
 	opened := map[string][2]uint64{} // by id: number and size
+	missing := 0                     // blobs without midstates
 	for range 12 {
 		for line := range runAndKill(t, dir, 1+rand.IntN(60)) {
 			var id string
@@ -111,7 +115,8 @@ func TestKill(t *testing.T) {
 			}
 		}
 		st := open(t, dir)
-		checkKilled(t, st, acked, opened)
+		st.segment = killSegment
+		missing = checkKilled(t, st, acked, opened, missing)
 		if err := st.Close(); err != nil {
 			t.Fatal(err)
 		}
@@ -158,7 +163,10 @@ func runAndKill(t *testing.T, dir string, lines int) (said map[string]bool) {
 	return said
 }
 
-func checkKilled(t *testing.T, st *Store, acked map[string]bool, opened map[string][2]uint64) {
+// checkKilled returns how many blobs lack midstates, given how many did before.
+func checkKilled(
+	t *testing.T, st *Store, acked map[string]bool, opened map[string][2]uint64, before int,
+) (missing int) {
 	t.Helper()
 	groups := map[string]int{}
 	for r, err := range st.Since(t.Context(), 0) {
@@ -187,8 +195,18 @@ func checkKilled(t *testing.T, st *Store, acked map[string]bool, opened map[stri
 			t.Fatal(err)
 		}
 		checkBlob(t, st.path(i.Digest))
+		if b, err := os.ReadFile(st.path(i.Digest)); err != nil {
+			t.Fatal(err)
+		} else if !checkMidstates(t, st, i, b) && len(b) > killSegment {
+			missing++
+		}
+	}
+	// Only that of a commit that the kill fell into may be missing: there are two pushers.
+	if missing > before+2 {
+		t.Errorf("%d blobs have no midstates, before the kill it was %d", missing, before)
 	}
 	checkOpened(t, st, opened)
+	return missing
 }
 
 // checkOpened goes on with every upload that was open when the process died.
@@ -212,7 +230,9 @@ func checkOpened(t *testing.T, st *Store, opened map[string][2]uint64) {
 		if b := blobOf(o[0]); u.Size() < int64(o[1]) || u.Size() > int64(len(b)) {
 			t.Errorf("upload %s has %d bytes, acknowledged were %d", up.ID, u.Size(), o[1])
 		} else {
-			end(t, u, b)
+			if end(t, u, b); len(b) > killSegment && !checkMidstates(t, st, stat(t, st, b), b) {
+				t.Errorf("upload %s was gone on with and has no midstates", up.ID)
+			}
 		}
 		delete(opened, up.ID)
 	}

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"hash/crc32"
 	"io"
 	"io/fs"
 	"math"
@@ -11,6 +12,7 @@ import (
 
 	"github.com/kiln-registry/kiln-registry/blobstore"
 	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/identity/lanes"
 	"github.com/kiln-registry/kiln-registry/internal/durable"
 )
 
@@ -20,10 +22,10 @@ type session struct {
 	id    string
 	data  *durable.File
 	state *durable.File
-	hash  identity.Hash // of the first size bytes of data
-	size  int64         // of data
-	saved slot          // the current slot: always durable, except the one that Create made
-	at    int           // which one it is
+	hash  *lanes.Recorder // of the first size bytes of data
+	size  int64           // of data
+	saved slot            // the current slot: always durable, except the one that Create made
+	at    int             // which one it is
 
 	failed error // why saving failed; nothing more is saved then
 }
@@ -33,7 +35,7 @@ func (st *Store) open(ctx context.Context, id string) (*session, error) {
 	if err := st.take(id); err != nil {
 		return nil, err
 	}
-	s := &session{st: st, id: id, hash: identity.NewHash()}
+	s := &session{st: st, id: id, hash: lanes.NewRecorder(st.segment)}
 	err := s.load(ctx)
 	switch {
 	case err == nil:
@@ -217,12 +219,48 @@ func (sl *slot) setHash(h identity.Hash) error {
 	return nil
 }
 
-// point returns the slot that says where the upload is now.
-func (s *session) point() (sl slot, err error) {
-	sl = s.saved
-	sl.Covered = s.size
-	copy(sl.Boot[:], s.st.boot)
-	return sl, sl.setHash(s.hash)
+// point returns the save that says where the upload is now. It follows on s.saved, and must be made or given up before
+// the next one.
+func (s *session) point() (sv save, err error) {
+	sv.slot = s.saved
+	sv.Covered = s.size
+	copy(sv.Boot[:], s.st.boot)
+	first, noted := s.hash.Take()
+	for i := range noted {
+		sv.noted = append(sv.noted, noted[i][:]...)
+	}
+	sv.at = statesAt + (first-1)*stateSize
+	sv.Sum = crc32.Update(sv.Sum, castagnoli, sv.noted)
+	return sv, sv.setHash(s.hash)
+}
+
+// midstates returns those of the whole upload, whose digest is d, in the form that a store keeps. It returns nil if it
+// has none, or if some were not recorded. The session can't be saved afterwards.
+func (s *session) midstates(d identity.Digest) ([]byte, error) {
+	n := lanes.Edges(s.size, s.st.segment)
+	if n == 0 || n > lanes.MaxEdges {
+		return nil, nil
+	}
+	sv, err := s.point()
+	if err != nil {
+		return nil, err
+	}
+	b := make([]byte, sv.at-statesAt, sv.at-statesAt+int64(len(sv.noted)))
+	if _, err := s.state.ReadAt(b, statesAt); err != nil && !errors.Is(err, io.EOF) {
+		return nil, err
+	}
+	if b = append(b, sv.noted...); crc32.Checksum(b, castagnoli) != sv.Sum {
+		return nil, nil
+	}
+	edge := make([]lanes.State, n)
+	for i := range edge {
+		copy(edge[i][:], b[int64(i)*stateSize:])
+	}
+	states, err := lanes.New(s.st.segment, s.size, d, edge)
+	if err != nil {
+		return nil, err
+	}
+	return states.MarshalBinary()
 }
 
 // begins checks that an append starts where the upload ends.
@@ -264,16 +302,16 @@ func (s *session) save() error {
 }
 
 func (s *session) persistNow() error {
-	sl, err := s.point()
+	sv, err := s.point()
 	if err != nil {
 		return err
 	}
-	return s.persist(sl)
+	return s.persist(sv)
 }
 
-// persist syncs the data and then saves sl, which covers no more than what was written before the call. It uses no field
-// of s that receiving changes.
-func (s *session) persist(sl slot) error {
+// persist syncs the data and then saves sv, which covers no more than what was written before the call. It uses no
+// field of s that receiving changes.
+func (s *session) persist(sv save) error {
 	if err := s.data.Sync(); err != nil {
 		return err
 	}
@@ -283,11 +321,11 @@ func (s *session) persist(sl slot) error {
 			return err
 		}
 	}
-	sl.Count = s.saved.Count + 1
-	if err := writeSlot(s.state, 1-s.at, &sl); err != nil {
+	sv.Count = s.saved.Count + 1
+	if err := writeSave(s.state, 1-s.at, &sv); err != nil {
 		return err
 	}
-	s.saved, s.at = sl, 1-s.at
+	s.saved, s.at = sv.slot, 1-s.at
 	return nil
 }
 
@@ -310,13 +348,13 @@ func (b *background) step() bool {
 	if b.s.failed != nil || b.s.size-b.s.saved.Covered < b.s.st.every {
 		return b.s.failed == nil
 	}
-	sl, err := b.s.point()
+	sv, err := b.s.point()
 	if err != nil {
 		b.s.failed = err
 		return false
 	}
 	b.done = make(chan error, 1)
-	go func(done chan<- error) { done <- b.s.persist(sl) }(b.done)
+	go func(done chan<- error) { done <- b.s.persist(sv) }(b.done)
 	return true
 }
 

@@ -9,6 +9,7 @@ import (
 
 	"github.com/kiln-registry/kiln-registry/blobstore"
 	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/identity/lanes"
 	"github.com/kiln-registry/kiln-registry/internal/durable"
 )
 
@@ -16,8 +17,14 @@ import (
 // in place, so that it needs no space and a torn write leaves the current state as it was. The bytes that a slot covers
 // were synced before it was written. The slot with the higher Count is the current one, except that a save that failed
 // may have reached the disk all the same: see session.load.
+//
+// After the slots stand the midstates of what was received, one for each edge of a segment, in order. They are written
+// before the slot that covers them and synced with it, and nothing depends on them: where a power failure, a full disk
+// or a program that knew nothing of them left a gap, the slot's Sum tells, and the blob has no midstates.
 const (
 	slotSpacing = 4096
+	statesAt    = 2 * slotSpacing
+	stateSize   = int64(len(lanes.State{}))
 	slotMagic   = "KUP1"
 	slotPrefix  = 8 // magic and CRC-32C of the rest
 )
@@ -32,7 +39,15 @@ type slot struct {
 	Hint      identity.Digest // the digest to come; zero when not known
 	Boot      [36]byte        // the run of the kernel that the slot was written under
 	HashLen   uint16
-	Hash      [128]byte // saved state of identity.NewHash
+	Hash      [124]byte // saved state of identity.NewHash
+	Sum       uint32    // CRC-32C of the midstates of the edges up to Covered
+}
+
+// save is what one save of an upload writes.
+type save struct {
+	slot
+	noted []byte // midstates since the save before
+	at    int64  // where in the state file they belong
 }
 
 func (sl *slot) encode() ([]byte, error) {
@@ -71,7 +86,7 @@ func createState(disk durable.Disk, path string, sl *slot) error {
 	if err != nil {
 		return err
 	}
-	both := make([]byte, 2*slotSpacing)
+	both := make([]byte, statesAt)
 	copy(both, b)
 	_, err = f.Write(both)
 	return errors.Join(err, f.Close())
@@ -79,18 +94,22 @@ func createState(disk durable.Disk, path string, sl *slot) error {
 
 // readSlots returns the slots of a state file; one that is torn or never written is nil.
 func readSlots(f *durable.File) (slots [2]*slot, err error) {
-	b := make([]byte, 2*slotSpacing)
+	b := make([]byte, statesAt)
 	if _, err := f.ReadAt(b, 0); err != nil {
 		return slots, fmt.Errorf("%w: read %s: %w", blobstore.ErrDamaged, f.Name(), err)
 	}
 	return [2]*slot{decodeSlot(b[:slotSpacing]), decodeSlot(b[slotSpacing:])}, nil
 }
 
-// writeSlot saves a state durably.
-func writeSlot(f *durable.File, at int, sl *slot) error {
-	b, err := sl.encode()
+// writeSave saves a state durably, in the slot at.
+func writeSave(f *durable.File, at int, sv *save) error {
+	b, err := sv.encode()
 	if err != nil {
 		return err
+	}
+	if len(sv.noted) > 0 {
+		// Without space for them the save must succeed all the same: Sum tells that they are missing.
+		_, _ = f.WriteAt(sv.noted, sv.at)
 	}
 	if _, err := f.WriteAt(b, int64(at)*slotSpacing); err != nil {
 		return err

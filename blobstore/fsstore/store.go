@@ -3,6 +3,8 @@
 //
 //	store.json               says that this is a store, and of which format
 //	blobs/sha256/ab/abcd…    one file per blob, mode 0444, named by its digest
+//	segments/sha256/ab/…     the midstates of blobs of more than 16 MiB, in the form of package lanes
+//	quarantine/abcd…         a damaged blob that was set aside; abcd….json says why
 //	uploads/ID.data          the bytes of an open upload
 //	uploads/ID.state         its saved hash state, see state.go
 //	refs.log                 the refs, see frame.go
@@ -28,17 +30,20 @@ import (
 
 	"github.com/kiln-registry/kiln-registry/blobstore"
 	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/identity/lanes"
 	"github.com/kiln-registry/kiln-registry/internal/durable"
 )
 
 // The names in a store's folder.
 const (
-	markerName  = "store.json"
-	lockName    = "LOCK"
-	refsName    = "refs.log"
-	blobsName   = "blobs"
-	hashName    = "sha256"
-	uploadsName = "uploads"
+	markerName     = "store.json"
+	lockName       = "LOCK"
+	refsName       = "refs.log"
+	blobsName      = "blobs"
+	segmentsName   = "segments"
+	hashName       = "sha256"
+	quarantineName = "quarantine"
+	uploadsName    = "uploads"
 )
 
 // formatName and formatVersion stand in store.json. A store of a higher version is refused.
@@ -59,7 +64,7 @@ type Options struct {
 	Disk durable.Disk
 }
 
-// Store is a store in a folder. It implements blobstore.Store, Uploads and Refs.
+// Store is a store in a folder. It implements blobstore.Store, Uploads, Refs, Quarantine and Segments.
 type Store struct {
 	dir     string
 	disk    durable.Disk
@@ -74,6 +79,7 @@ type Store struct {
 	mu      sync.Mutex      // guards busy
 	busy    map[string]bool // uploads that Append, Commit, Abort or Resume works on
 	every   int64           // syncEvery, smaller in tests
+	segment int64           // lanes.SegmentSize, smaller in tests
 }
 
 type shelfState struct {
@@ -83,9 +89,11 @@ type shelfState struct {
 }
 
 var (
-	_ blobstore.Store   = (*Store)(nil)
-	_ blobstore.Uploads = (*Store)(nil)
-	_ blobstore.Refs    = (*Store)(nil)
+	_ blobstore.Store      = (*Store)(nil)
+	_ blobstore.Uploads    = (*Store)(nil)
+	_ blobstore.Refs       = (*Store)(nil)
+	_ blobstore.Quarantine = (*Store)(nil)
+	_ blobstore.Segments   = (*Store)(nil)
 )
 
 // Init makes the folder dir, which may be missing or empty, a store. It is durable on return. It does nothing if dir is
@@ -229,7 +237,10 @@ func Open(dir string, o Options) (*Store, error) {
 	if err != nil {
 		return nil, fmt.Errorf("open store: %w", err)
 	}
-	st := &Store{dir: dir, disk: o.Disk, lock: lock, busy: map[string]bool{}, every: syncEvery}
+	st := &Store{
+		dir: dir, disk: o.Disk, lock: lock, busy: map[string]bool{},
+		every: syncEvery, segment: lanes.SegmentSize,
+	}
 	st.pieces.New = func() any { return new([durable.PieceSize]byte) }
 	if err := st.recover(o.Notify); err != nil {
 		lock.Release()
@@ -250,6 +261,9 @@ func (st *Store) recover(notify func(string)) (err error) {
 		return err
 	}
 	if err := st.sweep(notify); err != nil {
+		return err
+	}
+	if err := st.sweepAside(); err != nil {
 		return err
 	}
 	st.refs, err = openLog(st.disk, filepath.Join(st.dir, refsName), notify)

@@ -9,6 +9,7 @@ import (
 
 	"github.com/kiln-registry/kiln-registry/blobstore/storetest"
 	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/identity/lanes"
 	"github.com/kiln-registry/kiln-registry/internal/durable"
 )
 
@@ -66,8 +67,12 @@ func (f *folder) Open(t testing.TB) (storetest.Store, error) {
 		return nil, err
 	}
 	st.every = 100 << 10 // so that saves in the background happen in small tests
+	st.segment = f.SegmentSize()
 	return st, nil
 }
+
+// SegmentSize is one that gives small blobs midstates, and that no size in the tests is a multiple of.
+func (f *folder) SegmentSize() int64 { return 37 << 10 }
 
 func (f *folder) Kill(t testing.TB, st storetest.Store) { kill(t, st.(*Store)) }
 
@@ -91,6 +96,10 @@ func (f *folder) Check(t testing.TB) {
 		case name == markerName, name == refsName, name == lockName:
 		case strings.HasPrefix(name, "blobs/sha256/"):
 			checkBlob(t, path)
+		case strings.HasPrefix(name, "segments/sha256/"):
+			f.checkSegments(t, path)
+		case strings.HasPrefix(name, "quarantine/"):
+			f.checkAside(t, path)
 		default:
 			t.Errorf("%s does not belong here", name)
 		}
@@ -112,6 +121,36 @@ func checkBlob(t testing.TB, path string) {
 	}
 	if st, err := os.Stat(path); err != nil || st.Mode().Perm() != 0o444 {
 		t.Errorf("%s: mode %v, %v", path, st.Mode(), err)
+	}
+}
+
+// checkSegments: midstates are there for no blob that is not, shown or set aside.
+func (f *folder) checkSegments(t testing.TB, path string) {
+	t.Helper()
+	name := filepath.Base(path)
+	_, gone := os.Stat(filepath.Join(f.dir, "blobs/sha256", name[:2], name))
+	_, notAside := os.Stat(filepath.Join(f.dir, "quarantine", name))
+	if gone != nil && notAside != nil || filepath.Base(filepath.Dir(path)) != name[:2] {
+		t.Errorf("%s: %v", path, gone)
+	}
+	b, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if s, err := lanes.ParseSegments(b, f.SegmentSize()); err != nil || s.Digest.Hex() != name {
+		t.Errorf("%s: %v", path, err)
+	}
+}
+
+// checkAside: nothing is set aside of a blob that is shown, and nothing stands there alone but what is set aside.
+func (f *folder) checkAside(t testing.TB, path string) {
+	t.Helper()
+	name := strings.TrimSuffix(filepath.Base(path), asideNote)
+	if _, err := os.Stat(filepath.Join(f.dir, "blobs/sha256", name[:2], name)); err == nil {
+		t.Errorf("%s: the blob is there", path)
+	}
+	if _, err := os.Stat(filepath.Join(f.dir, "quarantine", name)); err != nil {
+		t.Errorf("%s: %v", path, err)
 	}
 }
 

@@ -95,6 +95,15 @@ func end(t *testing.T, u blobstore.Upload, data []byte) {
 	}
 }
 
+func stat(t *testing.T, st *Store, b []byte) blobstore.Info {
+	t.Helper()
+	i, err := st.Stat(t.Context(), identity.Sum(b))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return i
+}
+
 func appendTo(t *testing.T, path string, b []byte) {
 	t.Helper()
 	f, err := os.OpenFile(path, os.O_WRONLY|os.O_APPEND, 0)

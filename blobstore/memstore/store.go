@@ -19,6 +19,7 @@ import (
 
 	"github.com/kiln-registry/kiln-registry/blobstore"
 	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/identity/lanes"
 )
 
 // Op names a change of the store for Store.Fault.
@@ -26,18 +27,19 @@ type Op string
 
 // The changes of a store.
 const (
-	OpCreate Op = "create"
-	OpAppend Op = "append"
-	OpCommit Op = "commit"
-	OpAbort  Op = "abort"
-	OpDelete Op = "delete"
-	OpPut    Op = "put refs"
+	OpCreate   Op = "create"
+	OpAppend   Op = "append"
+	OpCommit   Op = "commit"
+	OpAbort    Op = "abort"
+	OpDelete   Op = "delete"
+	OpSetAside Op = "set aside"
+	OpPut      Op = "put refs"
 )
 
 // Capacity is the number of bytes that a Store holds, all blobs and uploads together.
 const Capacity = 1 << 40
 
-// Store is a store in memory. It implements blobstore.Store, Uploads and Refs.
+// Store is a store in memory. It implements blobstore.Store, Uploads, Refs, Quarantine and Segments.
 type Store struct {
 	// Fault, if set, stands in for every change: it may call do and return its error (no fault), return an error without
 	// calling do (failed and lost), or call do and return an error all the same (failed but persisted). It is set before
@@ -52,19 +54,27 @@ type Store struct {
 // content is what outlives a Store.
 type content struct {
 	blobs   map[identity.Digest]*blob
+	aside   map[identity.Digest]*aside
 	uploads map[string]*session
 	refs    []placed
-	copies  int // generations given out
+	copies  int   // generations given out
+	segment int64 // lanes.SegmentSize, smaller in tests
 }
 
 type blob struct {
 	blobstore.Info
+	data      []byte
+	midstates []byte // nil if the blob has one segment
+}
+
+type aside struct {
+	blobstore.AsideInfo
 	data []byte
 }
 
 type session struct {
 	data      []byte
-	hash      identity.Hash // of data
+	hash      *lanes.Recorder // of data
 	hint      identity.Digest
 	announced int64
 	touched   time.Time
@@ -77,16 +87,23 @@ type placed struct {
 }
 
 var (
-	_ blobstore.Store   = (*Store)(nil)
-	_ blobstore.Uploads = (*Store)(nil)
-	_ blobstore.Refs    = (*Store)(nil)
+	_ blobstore.Store      = (*Store)(nil)
+	_ blobstore.Uploads    = (*Store)(nil)
+	_ blobstore.Refs       = (*Store)(nil)
+	_ blobstore.Quarantine = (*Store)(nil)
+	_ blobstore.Segments   = (*Store)(nil)
 
 	errClosed = errors.New("store is closed")
 )
 
 // New returns an empty store.
 func New() *Store {
-	return &Store{content: &content{blobs: map[identity.Digest]*blob{}, uploads: map[string]*session{}}}
+	return &Store{content: &content{
+		blobs:   map[identity.Digest]*blob{},
+		aside:   map[identity.Digest]*aside{},
+		uploads: map[string]*session{},
+		segment: lanes.SegmentSize,
+	}}
 }
 
 // Close makes every later call fail. What the store holds can be opened again.
@@ -147,6 +164,12 @@ func (st *Store) Check() error {
 		if b.Digest != d || identity.Sum(b.data) != d || b.Size != int64(len(b.data)) {
 			errs = append(errs, fmt.Errorf("%w: blob %s", blobstore.ErrDamaged, d))
 		}
+		if err := b.checkMidstates(st.segment); err != nil {
+			errs = append(errs, fmt.Errorf("%w: midstates of blob %s: %w", blobstore.ErrDamaged, d, err))
+		}
+		if st.aside[d] != nil {
+			errs = append(errs, fmt.Errorf("%w: blob %s is shown and set aside", blobstore.ErrDamaged, d))
+		}
 	}
 	for id, s := range st.uploads {
 		if identity.DigestOf(s.hash) != identity.Sum(s.data) {
@@ -166,7 +189,7 @@ func (st *Store) Stat(ctx context.Context, d identity.Digest) (i blobstore.Info,
 	err = st.view(ctx, func() error {
 		b := st.blobs[d]
 		if b == nil {
-			return fmt.Errorf("stat blob %s: %w", d, blobstore.ErrNotFound)
+			return st.absent("stat", blobstore.Info{Digest: d})
 		}
 		i = b.Info
 		return nil
@@ -181,7 +204,7 @@ func (st *Store) Open(ctx context.Context, i blobstore.Info, off, n int64) (r io
 		b := st.blobs[d]
 		switch {
 		case b == nil || b.Generation != i.Generation:
-			return fmt.Errorf("open blob %s: %w", d, blobstore.ErrNotFound)
+			return st.absent("open", i)
 		case identity.Sum(b.data) != d:
 			return fmt.Errorf("open blob %s: %w", d, blobstore.ErrDamaged)
 		case off < 0 || off > b.Size:
@@ -199,11 +222,24 @@ type reader struct{ *bytes.Reader }
 
 func (reader) Close() error { return nil }
 
-// Delete implements blobstore.Store.
+// absent makes the error for a copy that is not shown.
+func (st *Store) absent(what string, i blobstore.Info) error {
+	err := blobstore.ErrNotFound
+	if st.aside[i.Digest] != nil {
+		err = blobstore.ErrQuarantined
+	}
+	return fmt.Errorf("%s blob %s, generation %q: %w", what, i.Digest, i.Generation, err)
+}
+
+// Delete implements blobstore.Store. It also removes a copy that was set aside.
 func (st *Store) Delete(ctx context.Context, i blobstore.Info) error {
 	return st.do(OpDelete, func() error {
+		if a := st.aside[i.Digest]; a != nil && a.Generation == i.Generation {
+			delete(st.aside, i.Digest)
+			return nil
+		}
 		if b := st.blobs[i.Digest]; b == nil || b.Generation != i.Generation {
-			return fmt.Errorf("delete blob %s, generation %s: %w", i.Digest, i.Generation, blobstore.ErrNotFound)
+			return st.absent("delete", i)
 		}
 		delete(st.blobs, i.Digest)
 		return nil

@@ -18,9 +18,13 @@ type medium struct {
 
 func newMedium(testing.TB) storetest.Medium {
 	m := &medium{st: New()}
+	m.st.segment = m.SegmentSize()
 	m.st.Fault = func(_ Op, do func() error) error { return m.Do(do) }
 	return m
 }
+
+// SegmentSize is one that gives small blobs midstates.
+func (m *medium) SegmentSize() int64 { return 37 << 10 }
 
 func (m *medium) Open(testing.TB) (storetest.Store, error) {
 	m.st = m.st.Reopen()
@@ -50,6 +54,16 @@ func TestCheck(t *testing.T) {
 		{"blob", func(st *Store, _ *session) {
 			for _, b := range st.blobs {
 				b.data[0] ^= 1
+			}
+		}},
+		{"midstates", func(st *Store, _ *session) {
+			for _, b := range st.blobs {
+				b.midstates = []byte("x")
+			}
+		}},
+		{"quarantine", func(st *Store, _ *session) {
+			for d := range st.blobs {
+				st.aside[d] = &aside{}
 			}
 		}},
 		{"upload", func(_ *Store, u *session) { u.hash.Write([]byte{0}) }},

@@ -9,6 +9,7 @@ import (
 
 	"github.com/kiln-registry/kiln-registry/blobstore"
 	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/identity/lanes"
 )
 
 // Create implements blobstore.Store.
@@ -18,7 +19,9 @@ func (st *Store) Create(ctx context.Context, hint identity.Digest, size int64) (
 		if size > Capacity {
 			return fmt.Errorf("%w: %d bytes to come, %d bytes in all", blobstore.ErrNoSpace, size, int64(Capacity))
 		}
-		st.uploads[u.id] = &session{hash: identity.NewHash(), hint: hint, announced: max(size, -1), touched: time.Now()}
+		st.uploads[u.id] = &session{
+			hash: lanes.NewRecorder(st.segment), hint: hint, announced: max(size, -1), touched: time.Now(),
+		}
 		return nil
 	})
 	if err != nil {
@@ -139,17 +142,29 @@ func (u *upload) Commit(ctx context.Context, want identity.Digest) (i blobstore.
 			delete(u.st.uploads, u.id)
 			return err
 		}
-		if u.st.blobs[want] == nil {
-			u.st.blobs[want] = &blob{u.st.newInfo(want, int64(len(s.data))), s.data}
-		}
-		i = u.st.blobs[want].Info
+		i, err = u.st.show(want, s)
 		delete(u.st.uploads, u.id)
-		return nil
+		return err
 	})
 	if err != nil {
 		return blobstore.Info{}, u.fail("commit", err)
 	}
 	return i, nil
+}
+
+// show makes a session that has all its bytes the blob d, unless it is there.
+func (st *Store) show(d identity.Digest, s *session) (blobstore.Info, error) {
+	if b := st.blobs[d]; b != nil {
+		return b.Info, nil
+	}
+	midstates, err := s.midstates(d, st.segment)
+	if err != nil {
+		return blobstore.Info{}, err
+	}
+	b := &blob{st.newInfo(d, int64(len(s.data))), s.data, midstates}
+	st.blobs[d] = b
+	delete(st.aside, d)
+	return b.Info, nil
 }
 
 // Finish implements blobstore.Upload.

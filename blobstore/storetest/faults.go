@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 	"testing"
 
@@ -96,7 +97,11 @@ type Sizes struct{ Upload, Received int }
 // RunFaults lets every change that every action makes fail once, lost and persisted. Run does so with an upload of less
 // than a MiB.
 func RunFaults(t *testing.T, sizes Sizes, makeMedium func(t testing.TB) Medium) {
-	for _, a := range actions {
+	all := actions
+	if probe(t, makeMedium).quarantine {
+		all = slices.Concat(actions, asideActions)
+	}
+	for _, a := range all {
 		for _, persist := range []bool{false, true} {
 			fate := map[bool]string{false: "lost", true: "persisted"}[persist]
 			t.Run(a.name+" "+fate, func(t *testing.T) {

@@ -19,6 +19,7 @@ type model struct {
 	*rand.Rand
 	blobs   map[identity.Digest][]byte
 	uploads map[string]*modelUpload
+	aside   map[identity.Digest]blobstore.Info
 	refs    []blobstore.Ref
 }
 
@@ -32,6 +33,7 @@ func testModel(e *env) {
 	for seed := range uint64(4) {
 		m := &model{env: e, Rand: rand.New(rand.NewPCG(seed, 1))}
 		m.blobs, m.uploads = map[identity.Digest][]byte{}, map[string]*modelUpload{}
+		m.aside = map[identity.Digest]blobstore.Info{}
 		m.refs, _ = e.since(0)
 		for range 100 {
 			m.step()
@@ -43,6 +45,9 @@ func testModel(e *env) {
 		for _, i := range e.list(identity.Digest{}) {
 			e.must(e.st.Delete(e.ctx, i))
 		}
+		for _, i := range m.aside {
+			e.must(e.st.Delete(e.ctx, i))
+		}
 		for id := range e.uploads() {
 			e.must(e.resume(id).Abort(e.ctx))
 		}
@@ -50,7 +55,7 @@ func testModel(e *env) {
 }
 
 func (m *model) step() {
-	switch n := m.IntN(20); {
+	switch n := m.IntN(21); {
 	case n < 3:
 		data := random(m.Uint64N(6), m.IntN(2)*300_000+m.IntN(50))
 		hint, size := identity.Sum(data), int64(len(data))
@@ -69,6 +74,8 @@ func (m *model) step() {
 		_, err := m.st.Put(m.ctx, r, r)
 		m.must(err)
 		m.refs = append(m.refs, r, r)
+	case n < 19:
+		m.setAside()
 	default:
 		m.reopen(m.IntN(3) > 0)
 		m.compare()
@@ -121,6 +128,7 @@ func (m *model) end() {
 	if up.received == len(up.data) {
 		m.must(err)
 		m.blobs[d] = up.data
+		delete(m.aside, d)
 	} else if !errors.Is(err, blobstore.ErrDigestMismatch) && !errors.Is(err, blobstore.ErrSizeMismatch) {
 		m.Errorf("commit of %d of %d bytes: %v", up.received, len(up.data), err)
 	}
@@ -136,6 +144,18 @@ func (m *model) delete() {
 	delete(m.blobs, i.Digest)
 }
 
+func (m *model) setAside() {
+	found := m.list(identity.Digest{})
+	q, ok := m.st.(blobstore.Quarantine)
+	if len(found) == 0 || !ok {
+		return
+	}
+	i := found[m.IntN(len(found))]
+	m.must(q.SetAside(m.ctx, i, "why"))
+	delete(m.blobs, i.Digest)
+	m.aside[i.Digest] = i
+}
+
 func (m *model) compare() {
 	found := m.list(identity.Digest{})
 	if len(found) != len(m.blobs) {
@@ -143,6 +163,12 @@ func (m *model) compare() {
 	}
 	for _, b := range m.blobs {
 		m.holds(b)
+	}
+	for _, i := range m.aside {
+		m.quarantined(i)
+	}
+	if _, ok := m.st.(blobstore.Quarantine); ok && len(m.env.aside()) != len(m.aside) {
+		m.Errorf("%d copies are set aside, want %d", len(m.env.aside()), len(m.aside))
 	}
 	open := m.env.uploads()
 	for id, up := range m.uploads {

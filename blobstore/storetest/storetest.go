@@ -14,7 +14,7 @@ import (
 	"github.com/kiln-registry/kiln-registry/identity"
 )
 
-// Store is what an engine implements.
+// Store is what an engine implements. Quarantine and Segments are tested in addition if it has them.
 type Store interface {
 	blobstore.Store
 	blobstore.Uploads
@@ -35,12 +35,14 @@ type Medium interface {
 	Check(t testing.TB)
 }
 
+type test struct {
+	name string
+	test func(e *env)
+}
+
 // Run tests an engine. makeMedium returns a medium with an empty store.
 func Run(t *testing.T, makeMedium func(t testing.TB) Medium) {
-	tests := []struct {
-		name string
-		test func(e *env)
-	}{
+	tests := []test{
 		{"RoundTrip", testRoundTrip},
 		{"Ranges", testRanges},
 		{"NotFound", testNotFound},
@@ -65,6 +67,19 @@ func Run(t *testing.T, makeMedium func(t testing.TB) Medium) {
 		{"RefsGroup", testRefsGroup},
 		{"Model", testModel},
 	}
+	more := probe(t, makeMedium)
+	if more.segments {
+		tests = append(tests, test{"Segments", testSegments}, test{"SegmentsOfCopy", testSegmentsOfCopy})
+	}
+	if more.quarantine {
+		tests = append(tests, []test{
+			{"SetAside", testSetAside},
+			{"AsideTwice", testAsideTwice},
+			{"DeleteAside", testDeleteAside},
+			{"AsideMany", testAsideMany},
+			{"AsideUnderUpload", testAsideUnderUpload},
+		}...)
+	}
 	for _, tt := range tests {
 		t.Run(tt.name, func(t *testing.T) {
 			e := newEnv(t, makeMedium)
@@ -74,6 +89,17 @@ func Run(t *testing.T, makeMedium func(t testing.TB) Medium) {
 		})
 	}
 	t.Run("Faults", func(t *testing.T) { RunFaults(t, Sizes{Upload: 600 << 10, Received: 300 << 10}, makeMedium) })
+}
+
+// additions says what an engine implements besides Store.
+type additions struct{ quarantine, segments bool }
+
+func probe(t *testing.T, makeMedium func(t testing.TB) Medium) (a additions) {
+	e := newEnv(t, makeMedium)
+	_, a.quarantine = e.st.(blobstore.Quarantine)
+	_, a.segments = e.st.(blobstore.Segments)
+	e.close()
+	return a
 }
 
 // env is a store under test. Its methods fail the test where the store returns an error.
@@ -184,16 +210,6 @@ func (e *env) put(b []byte) blobstore.Info {
 	return e.commit(u, identity.Sum(b))
 }
 
-// openBlob opens a range of a blob.
-func (e *env) openBlob(d identity.Digest, off, n int64) io.ReadCloser {
-	e.Helper()
-	i, err := e.st.Stat(e.ctx, d)
-	e.must(err)
-	r, err := e.st.Open(e.ctx, i, off, n)
-	e.must(err)
-	return r
-}
-
 func (e *env) read(d identity.Digest) []byte {
 	e.Helper()
 	i, err := e.st.Stat(e.ctx, d)
@@ -244,12 +260,14 @@ func (e *env) list(after identity.Digest) (found []blobstore.Info) {
 	return found
 }
 
-// whole checks that every blob that is listed has the bytes that its name says.
+// whole checks that every blob that is listed has the bytes that its name says, and right midstates if it has any.
 func (e *env) whole() {
 	e.Helper()
 	for _, i := range e.list(identity.Digest{}) {
 		if b := e.read(i.Digest); identity.Sum(b) != i.Digest || int64(len(b)) != i.Size {
 			e.Errorf("blob %s has %d bytes of something else", i.Digest, len(b))
+		} else {
+			e.midstates(i, b)
 		}
 	}
 }

@@ -273,8 +273,8 @@ func TestAtOnce(t *testing.T) {
 	}
 }
 
-// TestResume: a recorder goes on from a saved state, its own or that of a plain hash of either implementation, and notes
-// the edges after it.
+// TestResume: a recorder goes on from a saved state, its own or that of a plain hash of either implementation, and
+// notes the edges after it.
 func TestResume(t *testing.T) {
 	b := random(9, 5*small+777)
 	whole := record(t, small, b, 1000)
@@ -348,7 +348,8 @@ func TestReset(t *testing.T) {
 	b := random(12, 2*small+1)
 	r.Write(b)
 	first, noted := r.Take()
-	if want := record(t, small, b, 1000); first != 1 || !slices.Equal(noted, want.Edge) || identity.DigestOf(r) != want.Digest {
+	want := record(t, small, b, 1000)
+	if first != 1 || !slices.Equal(noted, want.Edge) || identity.DigestOf(r) != want.Digest {
 		t.Error("a recorder that was reset notes something else")
 	}
 }

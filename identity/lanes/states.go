@@ -68,8 +68,9 @@ func (s *States) MarshalBinary() ([]byte, error) {
 	return append(b, seal[:]...), nil
 }
 
-// Parse reads the form kiln.sha256-midstates.v1 and refuses everything else: what it returns marshals to the same bytes.
-// It does not say that the states are those of the blob. It keeps nothing of data, and takes no more memory than that.
+// Parse reads the form kiln.sha256-midstates.v1 and refuses everything else: what it returns marshals to the same
+// bytes. It does not say that the states are those of the blob. It keeps nothing of data, and takes no more memory
+// than that.
 func Parse(data []byte) (*States, error) { return ParseSegments(data, SegmentSize) }
 
 // ParseSegments is Parse for segments of another size, which only tests write.

@@ -1,0 +1,113 @@
+package storetest
+
+import (
+	"bytes"
+	"errors"
+
+	"github.com/kiln-registry/kiln-registry/blobstore"
+	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/identity/lanes"
+)
+
+// Segmented is implemented by a Medium whose stores record midstates of segments of another size than
+// lanes.SegmentSize, so that small blobs have some.
+type Segmented interface{ SegmentSize() int64 }
+
+func (e *env) segmentSize() int64 {
+	if s, ok := e.medium.(Segmented); ok {
+		return s.SegmentSize()
+	}
+	return lanes.SegmentSize
+}
+
+// midstates returns those of a blob, after checking that the blob's bytes b pass with them. It returns nil if the store
+// has none of this blob, or none at all.
+func (e *env) midstates(i blobstore.Info, b []byte) *lanes.States {
+	e.Helper()
+	st, ok := e.st.(blobstore.Segments)
+	if !ok {
+		return nil
+	}
+	form, err := st.Segments(e.ctx, i)
+	if errors.Is(err, blobstore.ErrNotFound) {
+		return nil
+	}
+	e.must(err)
+	s, err := lanes.ParseSegments(form, e.segmentSize())
+	e.must(err)
+	if s.Digest != i.Digest || s.Size != i.Size {
+		e.Errorf("midstates of %s are of %s, %d bytes", i.Digest, s.Digest, s.Size)
+	}
+	stream := s.Stream()
+	stream.Write(b)
+	if bad := stream.End(); bad != nil {
+		e.Errorf("midstates of %s, %d bytes: segments %v do not pass", i.Digest, len(b), bad)
+	}
+	return s
+}
+
+// testSegments: midstates are recorded however the bytes come in, also over the end of the process, of every blob that
+// has an edge inside.
+func testSegments(e *env) {
+	segment := int(e.segmentSize())
+	for _, n := range []int{0, 1, segment - 1, segment, segment + 1, 3 * segment, 5*segment + 12345} {
+		for way, push := range map[string]func(b []byte) blobstore.Info{
+			"put": e.put, "finished": e.finished, "resumed": e.resumed,
+		} {
+			b := random(40, n)
+			i := push(b)
+			s := e.midstates(i, b)
+			if want := lanes.Edges(int64(n), int64(segment)); (s != nil) != (want > 0) {
+				e.Errorf("%d bytes, %s: has midstates: %v, want %d of them", n, way, s != nil, want)
+			}
+			e.reopen(true)
+			if (e.midstates(i, b) != nil) != (s != nil) {
+				e.Errorf("%d bytes, %s: other midstates in the next process", n, way)
+			}
+			e.must(e.st.Delete(e.ctx, i))
+			if e.midstates(i, b) != nil {
+				e.Errorf("%d bytes, %s: there are midstates after the delete", n, way)
+			}
+		}
+	}
+}
+
+// finished pushes b in one call.
+func (e *env) finished(b []byte) blobstore.Info {
+	e.Helper()
+	i, err := e.create(identity.Sum(b), int64(len(b))).Finish(e.ctx, 0, bytes.NewReader(b), identity.Sum(b))
+	e.must(err)
+	return i
+}
+
+// resumed pushes b in pieces, with the end of the process between them. An edge lies at the end of a piece, and inside.
+func (e *env) resumed(b []byte) blobstore.Info {
+	e.Helper()
+	id := e.create(identity.Sum(b), int64(len(b))).ID()
+	segment := int(e.segmentSize())
+	for at := 0; at < len(b); {
+		to := min(len(b), at+segment/2+at/segment)
+		if at == 0 {
+			to = min(len(b), segment)
+		}
+		e.add(e.resume(id), b[at:to])
+		e.reopen(at%2 == 0)
+		at = to
+	}
+	return e.commit(e.resume(id), identity.Sum(b))
+}
+
+// testSegmentsOfCopy: midstates are asked for by copy.
+func testSegmentsOfCopy(e *env) {
+	b := random(41, int(e.segmentSize())+1)
+	first := e.put(b)
+	e.must(e.st.Delete(e.ctx, first))
+	second := e.put(b)
+	if e.midstates(second, b) == nil {
+		e.Error("no midstates of the second copy")
+	}
+	_, err := e.st.(blobstore.Segments).Segments(e.ctx, first)
+	e.want("midstates of the first copy", err, blobstore.ErrNotFound)
+	_, err = e.st.(blobstore.Segments).Segments(e.ctx, blobstore.Info{Digest: identity.Sum([]byte("not there"))})
+	e.want("midstates of nothing", err, blobstore.ErrNotFound)
+}
