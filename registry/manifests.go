@@ -112,7 +112,7 @@ func (r *Registry) keep(ctx context.Context, put index.PutManifest, tags []strin
 		}
 		known = known && err == nil && at.Digest == put.Digest
 	}
-	if known {
+	if known && !r.kept.behind() { // a change that the index lacks may have made it otherwise
 		return old, nil
 	}
 	err = r.change(ctx, put.Repo, func(seq uint64) ([]blobstore.Ref, []index.Op) {
