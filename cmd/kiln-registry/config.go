@@ -113,8 +113,10 @@ type opening struct {
 	idle  time.Duration
 	log   *slog.Logger
 	fresh bool // put the index aside, however damaged it is, and start an empty one
+	lease time.Duration
 
 	readOnly    bool
+	verify      bool // blobs that are read whole
 	immutable   access.TagPatterns
 	metrics     *metrics.Metrics // nil: none
 	metricsHere bool             // the registry itself answers with them
@@ -142,7 +144,7 @@ func (p *parts) complete(ctx context.Context, o opening) (err error) {
 	}
 	c := registry.Config{
 		Store: p.store, Refs: p.store, Uploads: p.store, Index: p.ix, Access: o.gate, Log: o.log, Version: cli.Version(),
-		IdleTimeout: o.idle, ReadOnly: o.readOnly, Immutable: o.immutable,
+		IdleTimeout: o.idle, ReadOnly: o.readOnly, Immutable: o.immutable, Lease: o.lease, VerifyReads: o.verify,
 	}
 	if o.metrics != nil {
 		p.metrics, c.Observe = o.metrics.Handler(), o.metrics.Observe

@@ -20,6 +20,6 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 		Args:    cobra.NoArgs,
 	}
 	root.AddCommand(serveCommand(stderr), tokenCommand(), exportCommand(stderr), reindexCommand(stderr), copyCommand(stderr),
-		retainCommand(stderr), cli.VersionCommand())
+		retainCommand(stderr), gcCommand(stderr), scrubCommand(stderr), cli.VersionCommand())
 	return cli.Execute(ctx, root, args, stdout, stderr)
 }

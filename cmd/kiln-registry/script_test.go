@@ -4,12 +4,15 @@ import (
 	"bytes"
 	"context"
 	"fmt"
+	"io"
 	"io/fs"
+	"net/http"
 	"os"
 	"path/filepath"
 	"regexp"
 	"strconv"
 	"testing"
+	"time"
 
 	"github.com/rogpeppe/go-internal/testscript"
 
@@ -27,6 +30,7 @@ func TestScripts(t *testing.T) {
 		Cmds: map[string]func(*testscript.TestScript, bool, []string){
 			"exits": testregistry.Exits, "serve": scriptServe, "halt": scriptHalt, "kill9": scriptKill, "push": scriptPush,
 			"get": scriptGet, "damage": scriptDamage, "log": scriptLog, "request": scriptRequest,
+			"upkept": scriptUpkept,
 		},
 		Setup: func(e *testscript.Env) error {
 			e.Values[serverKey{}] = new(*server)
@@ -81,6 +85,25 @@ func scriptRequest(ts *testscript.TestScript, neg bool, args []string) {
 	ts.Check(err)
 	if answer.WriteString("\r\n"); re.Match(append(answer.Bytes(), body...)) == neg {
 		ts.Fatalf("%v: %s%s", args, &answer, body)
+	}
+}
+
+// scriptUpkept is "upkept PATTERN": it waits until what the server of ./kiln-data says about its upkeep matches.
+func scriptUpkept(ts *testscript.TestScript, _ bool, args []string) {
+	p, err := parsePlace("--store", ts.MkAbs("kiln-data"))
+	ts.Check(err)
+	re, err := regexp.Compile(args[0])
+	ts.Check(err)
+	said := []byte{}
+	for deadline := time.Now().Add(time.Minute); !re.Match(said); {
+		if time.Now().After(deadline) {
+			ts.Fatalf("it still says %s", said)
+		}
+		resp, err := home{place: p, state: p.folder}.ask(context.Background(), http.MethodGet, "/upkeep")
+		ts.Check(err)
+		said, err = io.ReadAll(resp.Body)
+		ts.Check(err)
+		ts.Check(resp.Body.Close())
 	}
 }
 

@@ -28,7 +28,6 @@ const (
 	headerTimeout  = 10 * time.Second
 	keepAlive      = 2 * time.Minute // for the next request on a connection
 	maxHeaderBytes = 64 << 10
-	purgeEvery     = time.Hour
 )
 
 // serving is what serve was asked for.
@@ -45,6 +44,7 @@ type serving struct {
 	configured
 	limits
 	metering
+	chores
 }
 
 func serveCommand(stderr io.Writer) *cobra.Command {
@@ -67,6 +67,7 @@ What no flag says is looked for in the environment, --idle-timeout in KILN_IDLE_
 	s.logging.bind(cmd)
 	s.limits.bind(cmd)
 	s.metering.bind(cmd)
+	s.chores.bind(cmd)
 	f := cmd.Flags()
 	f.StringVar(&s.addr, "addr", cli.DefaultRegistry, "address to listen on")
 	f.BoolVar(&s.init, "init", false, "make --store a store first, if it is new or empty")
@@ -112,6 +113,7 @@ func (s *serving) run(ctx context.Context, stdout, stderr io.Writer) error {
 		debug.SetGCPercent(25)
 	}
 	o := opening{home: s.home, gate: gate, idle: s.idle, log: log, readOnly: s.readOnly, immutable: s.immutable}
+	o.lease, o.verify = s.lease, s.verify
 	o.metrics, o.metricsHere = s.metering.open(s.place, log), s.metering.here
 	p, err := o.open(ctx)
 	if err != nil {
@@ -129,7 +131,7 @@ func (s *serving) check() error {
 	if err := s.store.check(); err != nil {
 		return err
 	}
-	if err := cmp.Or(checkAddr("--addr", s.addr), s.limits.check(), s.metering.check()); err != nil {
+	if err := cmp.Or(checkAddr("--addr", s.addr), s.limits.check(), s.metering.check(), s.chores.check()); err != nil {
 		return err
 	}
 	switch {
@@ -195,14 +197,14 @@ func (s *serving) serve(
 
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
-	chores := make(chan struct{})
+	done := make(chan struct{})
 	go func() {
-		defer close(chores)
+		defer close(done)
 		if err := p.reg.Replay(ctx); err != nil && ctx.Err() == nil {
 			cancel(p.notReplayed(err))
 			return
 		}
-		purge(ctx, p, log)
+		s.chores.run(ctx, p, log)
 	}()
 	select {
 	case err = <-failed:
@@ -212,7 +214,7 @@ func (s *serving) serve(
 			err = nil
 		}
 	}
-	<-chores
+	<-done
 	return errors.Join(err, s.stop(p, log, server, admin, meter))
 }
 
@@ -264,24 +266,6 @@ func newServer(h http.Handler, log *slog.Logger) *http.Server {
 		IdleTimeout:       keepAlive,
 		MaxHeaderBytes:    maxHeaderBytes,
 		ErrorLog:          slog.NewLogLogger(log.Handler(), slog.LevelDebug),
-	}
-}
-
-// purge drops what has run out, now and then.
-func purge(ctx context.Context, p *parts, log *slog.Logger) {
-	tick := time.NewTicker(purgeEvery)
-	defer tick.Stop()
-	for {
-		if n, err := p.reg.Purge(ctx); err != nil && ctx.Err() == nil {
-			log.Error("purge", "error", err)
-		} else if n > 0 {
-			log.Info("abandoned uploads dropped", "count", n)
-		}
-		select {
-		case <-tick.C:
-		case <-ctx.Done():
-			return
-		}
 	}
 }
 

@@ -143,29 +143,33 @@ func (c *Collector) Collect(ctx context.Context, t Terms) (Collection, error) {
 // Run collects at an interval until ctx ends. An index that knows of no collection, as it is new or was made anew, is
 // first given one interval.
 func (c *Collector) Run(ctx context.Context, every time.Duration, t Terms) {
-	for !c.ReadOnly {
+	for !c.ReadOnly && ctx.Err() == nil {
 		next, err := c.next(ctx, every)
-		if err == nil && wait(ctx, next.Sub(c.Now())) != nil {
-			return
-		}
-		var did Collection
 		if err == nil {
-			did, err = c.Collect(ctx, t)
-		}
-		switch {
-		case ctx.Err() != nil:
-			return
-		case err != nil:
-			c.Log.Error("blobs not collected", "error", err)
-			if wait(ctx, min(every, retryAfter)) != nil {
+			if err := wait(ctx, next.Sub(c.Now())); err != nil {
 				return
 			}
-		default:
-			c.Log.Info("blobs collected", "removed", did.Removed.Blobs, "bytes", did.Removed.Bytes, "swept", did.Swept,
-				"held", did.Held.Blobs, "leased", did.Leased.Blobs, "young", did.Young.Blobs, "busy", did.Busy,
-				"took", did.Ended.Sub(did.Began))
+			err = c.collectAndLog(ctx, t)
+		}
+		if err != nil && ctx.Err() == nil {
+			c.Log.Error("blobs not collected", "error", err)
+			pause := min(every, retryAfter)
+			if errors.Is(err, ErrTooMuch) { // somebody has to look at it
+				pause = every
+			}
+			_ = wait(ctx, pause) // the loop looks at ctx
 		}
 	}
+}
+
+func (c *Collector) collectAndLog(ctx context.Context, t Terms) error {
+	did, err := c.Collect(ctx, t)
+	if err == nil {
+		c.Log.Info("blobs collected", "removed", did.Removed.Blobs, "bytes", did.Removed.Bytes, "swept", did.Swept,
+			"held", did.Held.Blobs, "leased", did.Leased.Blobs, "young", did.Young.Blobs, "busy", did.Busy,
+			"took", did.Ended.Sub(did.Began))
+	}
+	return err
 }
 
 // retryAfter is how long to wait after something failed that is done at an interval.

@@ -21,7 +21,8 @@ type Event struct {
 	Aside      *Aside      `json:"aside,omitempty"`      // a blob in quarantine
 	Collection *Collection `json:"collection,omitempty"` // how it ended
 	Scrub      *Scrubbing  `json:"scrub,omitempty"`      // how it ended
-	Error      *Failure    `json:"error,omitempty"`      // why it ended
+	Error      *Failure    `json:"error,omitempty"`      // why it ended before it was done
+	End        bool        `json:"end,omitempty"`        // nothing comes any more, and there was no error
 }
 
 // Aside is a blob in quarantine.
@@ -153,7 +154,9 @@ func events(work func(q *http.Request, tell func(Event)) error) http.HandlerFunc
 		}
 		if err := work(q, tell); err != nil {
 			tell(Event{Error: FailureOf(err)})
+			return
 		}
+		tell(Event{End: true})
 	}
 }
 

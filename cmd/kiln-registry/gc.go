@@ -1,0 +1,176 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/kiln-registry/kiln-registry/internal/cli"
+	"github.com/kiln-registry/kiln-registry/registry/upkeep"
+)
+
+// collecting is what gc was asked for.
+type collecting struct {
+	store
+	upkeep.Terms
+	json bool
+}
+
+func gcCommand(stderr io.Writer) *cobra.Command {
+	var c collecting
+	cmd := &cobra.Command{
+		Use: "gc", Short: "Give back the space of blobs that nothing refers to", Args: cobra.NoArgs,
+		Long: `Give back the space of blobs that nothing refers to. Pushes and pulls go on meanwhile.
+
+A blob goes when no manifest of any repository refers to it, none that is being pushed may need it, and it is older than
+--grace. A running server does this itself once in --gc-interval. If more than --max-share of all blobs, or of their
+bytes, would go, nothing does: that looks like an index that lacks something. --dry-run says what would go.`,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			if err := c.check(); err != nil {
+				return err
+			}
+			return c.run(cmd.Context(), cmd.OutOrStdout(), stderr)
+		},
+	}
+	c.store.bind(cmd)
+	f := cmd.Flags()
+	f.DurationVar(&c.Grace, "grace", upkeep.DefaultGrace, "how old a blob is at least when it goes")
+	f.Float64Var(&c.MaxShare, "max-share", upkeep.DefaultMaxShare, "refuse if a larger share of the blobs or bytes would go")
+	f.BoolVar(&c.Force, "force", false, "whatever the share")
+	f.BoolVar(&c.DryRun, "dry-run", false, "only say what would go")
+	f.BoolVar(&c.json, "json", false, "print JSON, one object a line")
+	return cmd
+}
+
+func (c *collecting) check() error {
+	if err := checkTerms("--grace", c.Grace, "--max-share", c.MaxShare); err != nil {
+		return err
+	}
+	return c.store.check()
+}
+
+func checkTerms(graceFlag string, grace time.Duration, shareFlag string, share float64) error {
+	switch {
+	case grace < 0:
+		return cli.Usagef("%s %s: want 0 or more", graceFlag, grace)
+	case !(share > 0 && share <= 1):
+		return cli.Usagef("%s %g: want more than 0, and 1 at most", shareFlag, share)
+	}
+	return nil
+}
+
+// run has the server do it, or does it where none runs.
+func (c *collecting) run(ctx context.Context, stdout, stderr io.Writer) error {
+	show := collectShow{json: c.json, out: stdout, notes: stderr}
+	err := c.tell(ctx, http.MethodPost, "/collect?"+c.Query().Encode(), stderr, show.event, func(p *parts) error {
+		return p.reg.Collector().Tell(ctx, c.Terms, show.event)
+	})
+	switch {
+	case errors.Is(err, upkeep.ErrTooMuch):
+		return cli.Hint(cli.Exit(cli.CodeNo, err), "if that is right, run it with --force; --dry-run says what would go")
+	case err == nil && show.failed > 0:
+		return cli.Hint(cli.Exit(cli.CodeDisk, fmt.Errorf("%s could not be removed", count(int(show.failed), "blob"))),
+			"the log of the server says why")
+	}
+	return upkeepError(err)
+}
+
+// upkeepError gives an error of upkeep its exit code.
+func upkeepError(err error) error {
+	switch {
+	case errors.Is(err, upkeep.ErrRunning):
+		return cli.Exit(cli.CodeTryAgain, err)
+	case errors.Is(err, upkeep.ErrReadOnly):
+		return cli.Hint(cli.Exit(cli.CodeUsage, err), "it was started with --read-only")
+	}
+	return err
+}
+
+// tell has the server that runs on a home do what path asks for, or does work itself where none runs. see gets to know
+// what comes of it.
+func (h home) tell(
+	ctx context.Context, method, path string, stderr io.Writer, see func(upkeep.Event), work func(*parts) error,
+) error {
+	resp, err := h.ask(ctx, method, path)
+	switch {
+	case err == nil:
+		defer resp.Body.Close()
+		return h.told(ctx, resp.Body, see)
+	case !errors.Is(err, errNoServer):
+		return err
+	}
+	return h.withParts(ctx, false, stderr, func(p *parts) error {
+		if err := p.reg.Replay(ctx); err != nil {
+			return h.notReplayed(err)
+		}
+		return work(p)
+	})
+}
+
+// told reads what the server tells. It must come to an end, or say why it does not.
+func (h home) told(ctx context.Context, body io.Reader, see func(upkeep.Event)) error {
+	for dec := json.NewDecoder(body); ; {
+		var e upkeep.Event
+		switch err := dec.Decode(&e); {
+		case ctx.Err() != nil:
+			return ctx.Err()
+		case err != nil:
+			return h.notAsked(err)
+		case e.Error != nil:
+			return e.Error
+		case e.End:
+			return nil
+		}
+		see(e)
+	}
+}
+
+// collectShow writes what a collection tells.
+type collectShow struct {
+	json       bool
+	out, notes io.Writer
+	failed     int64
+}
+
+func (s *collectShow) event(e upkeep.Event) {
+	if e.Collection != nil {
+		s.failed = e.Collection.Failed
+	}
+	switch {
+	case s.json:
+		_ = json.NewEncoder(s.out).Encode(e) // as what is printed anywhere
+	case e.Blob != nil:
+		fmt.Fprintf(s.out, "%s\t%s\t%s\n", e.Blob.Digest, e.Blob.Created.UTC().Format(time.RFC3339), cli.Bytes(e.Blob.Size))
+	case e.Collection != nil:
+		fmt.Fprintln(s.notes, collected(e.Collection))
+	}
+}
+
+// collected says in a line what a collection did.
+func collected(c *upkeep.Collection) string {
+	gone := upkeep.Amount{Blobs: c.Removed.Blobs + c.Aside.Blobs, Bytes: c.Removed.Bytes + c.Aside.Bytes}
+	end := "removed"
+	if c.DryRun {
+		gone = upkeep.Amount{Blobs: c.Unused.Blobs + c.Aside.Blobs, Bytes: c.Unused.Bytes + c.Aside.Bytes}
+		end = "would go"
+	}
+	text := fmt.Sprintf("%s found: %s in use, %s pushed and waiting for a manifest, %s too young; %s %s", amount(c.Found),
+		amount(c.Held), amount(c.Leased), amount(c.Young), amount(gone), end)
+	if c.Busy > 0 {
+		text += fmt.Sprintf("; %d left for the next time, as they were being pushed", c.Busy)
+	}
+	if c.Swept > 0 {
+		text += fmt.Sprintf("; %s of killed processes swept", count(c.Swept, "remnant"))
+	}
+	return text
+}
+
+func amount(a upkeep.Amount) string {
+	return fmt.Sprintf("%s (%s)", count(int(a.Blobs), "blob"), cli.Bytes(a.Bytes))
+}
