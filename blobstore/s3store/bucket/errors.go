@@ -90,8 +90,6 @@ func (b *Bucket) explain(ctx context.Context, a action, key string, err error) e
 		return refused
 	}
 	switch {
-	case e.StatusCode == http.StatusNotFound:
-		return fmt.Errorf("%s: %w", key, ErrAbsent)
 	case e.StatusCode == http.StatusPreconditionFailed:
 		return fmt.Errorf("%s: %w", key, ErrConflict)
 	case e.StatusCode == http.StatusConflict: // two requests at a time, in most cases
@@ -101,16 +99,15 @@ func (b *Bucket) explain(ctx context.Context, a action, key string, err error) e
 		return fmt.Errorf("%w: %s at %s: %d %s: %s",
 			blobstore.ErrUnavailable, a, b.Endpoint, e.StatusCode, e.Code, e.Message)
 	}
-	return fmt.Errorf("%s on %s/%s: %d %s: %w", a, b, key, e.StatusCode, e.Code, err)
+	return fmt.Errorf("%s on s3://%s/%s: %d %s: %w", a, b.Bucket, key, e.StatusCode, e.Code, err)
 }
 
 // unanswered explains why there was no answer, or none that can be read.
 func (b *Bucket) unanswered(err error) error {
-	var sent *url.Error
-	if !errors.As(err, &sent) {
-		return fmt.Errorf("%w: %s at %s: %w: %w", blobstore.ErrUnavailable, b, b.Endpoint, errBroken, err)
-	}
-	var unknown x509.UnknownAuthorityError
+	var (
+		sent    *url.Error
+		unknown x509.UnknownAuthorityError
+	)
 	switch {
 	case errors.As(err, &unknown):
 		return fmt.Errorf("%s has a certificate of an authority that this machine does not trust: "+
@@ -118,9 +115,8 @@ func (b *Bucket) unanswered(err error) error {
 	case errors.Is(err, http.ErrSchemeMismatch):
 		return fmt.Errorf("%s speaks plain HTTP: put endpoint=http://%s into the URL of the store (%w)",
 			b.Endpoint, b.Endpoint, err)
-	}
-	if strings.HasSuffix(strings.TrimSuffix(sent.URL, "="), "?location") { // which the client asks for once only
-		return fmt.Errorf("%w: %s at %s: %w: %w", blobstore.ErrUnavailable, b, b.Endpoint, errBroken, err)
+	case !errors.As(err, &sent), strings.Contains(sent.URL, "?location"): // which the client asks for once only
+		err = fmt.Errorf("%w: %w", errBroken, err)
 	}
 	return fmt.Errorf("%w: %s at %s: %w", blobstore.ErrUnavailable, b, b.Endpoint, err)
 }
@@ -136,9 +132,9 @@ func (b *Bucket) refused(a action, key string, e minio.ErrorResponse) error {
 		if a == getObject {
 			also = ", and s3:ListBucket for objects that are not there"
 		}
-		return fmt.Errorf("these credentials may not %s on %s/%s: a policy must allow it%s (%s)",
-			a, b, key, also, e.Message)
-	case "InvalidAccessKeyId", "InvalidToken", "ExpiredToken", "InvalidClientTokenId":
+		return fmt.Errorf("these credentials may not %s on s3://%s/%s: a policy must allow it%s (%s)",
+			a, b.Bucket, key, also, e.Message)
+	case "InvalidAccessKeyId", "InvalidToken", "ExpiredToken", "InvalidClientTokenId", "XAdminUserNotFound":
 		return fmt.Errorf("%s does not know these credentials (%s: %s): check AWS_ACCESS_KEY_ID and its kin",
 			b.Endpoint, e.Code, e.Message)
 	case "SignatureDoesNotMatch":

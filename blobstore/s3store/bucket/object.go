@@ -78,7 +78,7 @@ func (b *Bucket) getOnce(ctx context.Context, key string, limit int64) (o Object
 	defer body.Close()
 	o = Object{ETag: info.ETag, Modified: info.LastModified}
 	if now, err := http.ParseTime(header.Get("Date")); err == nil {
-		o.Age = now.Sub(o.Modified)
+		o.Age = max(0, now.Sub(o.Modified)) // servers may be late to note that a second has passed
 	}
 	if info.Size < 0 { // the server doesn't say
 		o.Body, err = io.ReadAll(io.LimitReader(body, limit+1))
