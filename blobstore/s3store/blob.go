@@ -272,7 +272,7 @@ func (st *Store) bar(ctx context.Context, d identity.Digest, copy string) (shown
 func (st *Store) removeCopy(ctx context.Context, d identity.Digest, name string) error {
 	err := st.b.Remove(ctx, st.bytesKey(d, name))
 	if strings.HasPrefix(name, unnamedMark) {
-		err = errors.Join(err, st.b.Remove(ctx, st.blobKey(d, name)))
+		err = and(err, st.b.Remove(ctx, st.blobKey(d, name)))
 	}
 	return err
 }

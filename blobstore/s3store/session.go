@@ -124,11 +124,11 @@ func (st *Store) begin(ctx context.Context, id string, bytes bool) (*session, er
 	}
 	err := s.load(ctx, bytes)
 	if err == nil && s.cur.Ended {
-		err = errors.Join(blobstore.ErrUploadUnknown, s.drop(ctx))
+		err = and(blobstore.ErrUploadUnknown, s.drop(ctx))
 	}
 	if errors.Is(err, blobstore.ErrDamaged) {
 		// Nothing in it can be used again, and the client can send it again.
-		err = fmt.Errorf("%w: dropped: %w", blobstore.ErrUploadUnknown, errors.Join(err, s.drop(ctx)))
+		err = fmt.Errorf("%w: dropped: %w", blobstore.ErrUploadUnknown, and(err, s.drop(ctx)))
 	}
 	if err != nil {
 		st.give(s)
@@ -369,7 +369,7 @@ func (s *session) save(ctx context.Context) error {
 	}
 	// Parts before one that failed are worth keeping.
 	if more := s.saveState(ctx); more != nil {
-		err = errors.Join(err, more)
+		err = and(err, more)
 	}
 	s.size.Store(s.saved.Size)
 	if err != nil {

@@ -164,6 +164,14 @@ func readMarker(ctx context.Context, b *bucket.Bucket) (m marker, o bucket.Objec
 	return m, o, err
 }
 
+// and returns both errors, those that there are, in one line.
+func and(err, another error) error {
+	if err == nil || another == nil {
+		return errors.Join(err, another)
+	}
+	return fmt.Errorf("%w; %w", err, another)
+}
+
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
 // seal returns v as JSON and the CRC-32C of that, each on a line. What was sealed is never taken for something else
@@ -225,7 +233,7 @@ func (st *Store) open(ctx context.Context, o Options) error {
 		return err
 	}
 	if err := st.settle(ctx); err != nil {
-		return errors.Join(err, st.owner.release())
+		return and(err, st.owner.release())
 	}
 	return nil
 }

@@ -128,7 +128,7 @@ func (u *upload) append(ctx context.Context, off int64, r io.Reader) (int64, err
 		s.sendLast(ctx)
 	}
 	if saved := s.save(ctx); saved != nil {
-		err = errors.Join(err, saved)
+		err = and(err, saved)
 	}
 	return s.size.Load() - off, u.lost(ctx, s, err)
 }
@@ -151,7 +151,7 @@ func (u *upload) lost(ctx context.Context, s *session, err error) error {
 	if !errors.Is(err, bucket.ErrNoUpload) && !errors.Is(err, bucket.ErrParts) {
 		return err
 	}
-	return fmt.Errorf("%w: dropped: %w", blobstore.ErrUploadUnknown, errors.Join(err, s.drop(ctx)))
+	return fmt.Errorf("%w: dropped: %w", blobstore.ErrUploadUnknown, and(err, s.drop(ctx)))
 }
 
 // Commit implements blobstore.Upload. An announced digest or size that does not come true is a mismatch.
@@ -192,9 +192,9 @@ func (u *upload) finish(ctx context.Context, s *session, r io.Reader, want ident
 	s.wait()
 	switch {
 	case errors.Is(err, blobstore.ErrSizeMismatch):
-		return blobstore.Info{}, errors.Join(err, s.drop(ctx))
+		return blobstore.Info{}, and(err, s.drop(ctx))
 	case err != nil || s.failed != nil:
-		return blobstore.Info{}, u.lost(ctx, s, errors.Join(err, s.save(ctx)))
+		return blobstore.Info{}, u.lost(ctx, s, and(err, s.save(ctx)))
 	}
 	return u.commit(ctx, s, want)
 }
@@ -202,12 +202,12 @@ func (u *upload) finish(ctx context.Context, s *session, r io.Reader, want ident
 // commit makes an upload that has all its bytes a blob.
 func (u *upload) commit(ctx context.Context, s *session, want identity.Digest) (blobstore.Info, error) {
 	if err := s.check(want); err != nil {
-		return blobstore.Info{}, errors.Join(err, s.drop(ctx))
+		return blobstore.Info{}, and(err, s.drop(ctx))
 	}
 	i, err := s.publish(ctx, want)
 	if err != nil {
 		u.size.Store(s.size.Load())
-		return blobstore.Info{}, u.lost(ctx, s, errors.Join(err, s.save(ctx)))
+		return blobstore.Info{}, u.lost(ctx, s, and(err, s.save(ctx)))
 	}
 	return i, nil
 }
