@@ -30,6 +30,7 @@ type rig struct {
 	dir    string
 	clock  func() time.Time
 	lease  time.Duration
+	verify bool
 	wrap   func(blobstore.Store) blobstore.Store // what the registry sees of the store; nil: the store
 	engine func(index.KV) index.KV               // what the index sees of its engine; nil: the engine
 	store  *fsstore.Store
@@ -96,7 +97,7 @@ func (r *rig) start() {
 	}
 	r.reg, err = registry.New(registry.Config{
 		Store: seen, Refs: r.store, Uploads: r.store, Index: r.ix, Access: access.Open(), Version: "test",
-		Log: slog.New(slog.NewTextHandler(r.log, nil)), Clock: r.clock, Lease: r.lease,
+		Log: slog.New(slog.NewTextHandler(r.log, nil)), Clock: r.clock, Lease: r.lease, VerifyReads: r.verify,
 	})
 	if err != nil {
 		r.t.Fatal(err)
