@@ -19,9 +19,15 @@ import (
 )
 
 func TestConformance(t *testing.T) {
+	for name, o := range map[string]Options{"checked": {Timeout: 1}, "checked later": {Timeout: 1, CheckLater: true}} {
+		t.Run(name, func(t *testing.T) { conform(t, o) })
+	}
+}
+
+func conform(t *testing.T, o Options) {
 	kvtest.Run(t, kvtest.Engine{
 		Open: func(place string) (index.KV, error) {
-			kv, err := Open(place, Options{Timeout: 1})
+			kv, err := Open(place, o)
 			if err != nil {
 				return nil, err
 			}

@@ -2,6 +2,8 @@ package boltkv
 
 import (
 	"bytes"
+	"cmp"
+	"context"
 	"encoding/binary"
 	"fmt"
 	"hash/fnv"
@@ -28,31 +30,42 @@ const (
 	minPageSize    = 1 << 10
 	maxPageSize    = 1 << 24
 	countElsewhere = 0xffff // the count of a long freelist is its first element
+	maxDepth       = 64     // no file that fits on a disk comes near it
 )
 
 var order = binary.NativeEndian
 
-// checkFile reads a bbolt file and says whether every page that is in use is sound: it is where it says it is, its
-// elements lie within it and in order, no page is used twice or both used and free. bbolt itself checks while it goes,
-// by panics and on mapped memory, or not at all: a page that is in use and on the freelist is overwritten later.
-func checkFile(f *os.File) error {
+// snapshot is one state of a bbolt file. Its pages stay as they are while a transaction that began at it is open, and
+// until the next one that writes begins.
+type snapshot struct {
+	meta
+	size int64 // of the file
+}
+
+// takeSnapshot returns the newest state of a file.
+func takeSnapshot(f *os.File) (snapshot, error) {
 	info, err := f.Stat()
 	if err != nil {
-		return err
+		return snapshot{}, err
 	}
 	m, err := readMeta(f, info.Size())
-	if err != nil {
+	return snapshot{m, info.Size()}, err
+}
+
+// check reads a bbolt file and says whether every page that is in use is sound: it is where it says it is, its elements
+// lie within it and in order, no page is used twice or both used and free. bbolt itself checks while it goes, by panics
+// and on mapped memory, or not at all: a page that is in use and on the freelist is overwritten later. It gives up when
+// ctx ends.
+func (s snapshot) check(ctx context.Context, f io.ReaderAt) error {
+	c := &checker{ctx: ctx, file: f, pageSize: int64(s.pageSize), pages: s.pages}
+	if s.pages > uint64(s.size/c.pageSize) {
+		return broken("%d pages of %d bytes in a file of %d", s.pages, s.pageSize, s.size)
+	}
+	c.used = make([]bool, s.pages)
+	if err := c.tree(s.root, 0, nil, nil); err != nil {
 		return err
 	}
-	c := &checker{file: f, pageSize: int64(m.pageSize), pages: m.pages}
-	if m.pages > uint64(info.Size()/c.pageSize) {
-		return broken("%d pages of %d bytes in a file of %d", m.pages, m.pageSize, info.Size())
-	}
-	c.used = make([]bool, m.pages)
-	if err := c.tree(m.root, nil, nil); err != nil {
-		return err
-	}
-	return c.freelist(m.freelist)
+	return c.freelist(s.freelist)
 }
 
 func broken(format string, args ...any) error {
@@ -94,10 +107,12 @@ func metaAt(f io.ReaderAt, pos int64) (m meta, ok bool) {
 }
 
 type checker struct {
+	ctx      context.Context
 	file     io.ReaderAt
 	pageSize int64
 	pages    uint64
 	used     []bool
+	buffers  [][]byte // by depth: a page is needed until those below it are checked
 }
 
 // page is one page with its overflow.
@@ -121,11 +136,15 @@ func (c *checker) claim(id, n uint64) error {
 	return nil
 }
 
-func (c *checker) read(id uint64) (page, error) {
-	if err := c.claim(id, 1); err != nil {
+// read reads a page that is so many pages below the root. It is valid until the next one of that depth is read.
+func (c *checker) read(id uint64, depth int) (page, error) {
+	if err := cmp.Or(c.ctx.Err(), c.claim(id, 1)); err != nil {
 		return page{}, err
 	}
-	b := make([]byte, c.pageSize)
+	for len(c.buffers) <= depth {
+		c.buffers = append(c.buffers, make([]byte, c.pageSize))
+	}
+	b := c.buffers[depth]
 	if _, err := c.file.ReadAt(b, int64(id)*c.pageSize); err != nil {
 		return page{}, fmt.Errorf("read page %d: %w", id, err)
 	}
@@ -137,7 +156,7 @@ func (c *checker) read(id uint64) (page, error) {
 		if err := c.claim(id+1, more); err != nil {
 			return page{}, err
 		}
-		p.data = append(b, make([]byte, int64(more)*c.pageSize)...)
+		p.data = append(b[:c.pageSize:c.pageSize], make([]byte, int64(more)*c.pageSize)...)
 		if _, err := c.file.ReadAt(p.data[c.pageSize:], int64(id+1)*c.pageSize); err != nil {
 			return page{}, fmt.Errorf("read page %d: %w", id, err)
 		}
@@ -146,21 +165,24 @@ func (c *checker) read(id uint64) (page, error) {
 }
 
 // tree checks the page id and what is below. Its keys are not below low and, unless high is nil, below high.
-func (c *checker) tree(id uint64, low, high []byte) error {
-	p, err := c.read(id)
+func (c *checker) tree(id uint64, depth int, low, high []byte) error {
+	if depth > maxDepth {
+		return broken("page %d is more than %d pages below the root", id, maxDepth)
+	}
+	p, err := c.read(id, depth)
 	if err != nil {
 		return err
 	}
 	switch p.flags {
 	case pageLeaf:
-		return c.leaf(p, low, high)
+		return c.leaf(p, depth, low, high)
 	case pageBranch:
-		return c.branch(p, low, high)
+		return c.branch(p, depth, low, high)
 	}
 	return broken("page %d is of kind %#x", id, p.flags)
 }
 
-func (c *checker) branch(p page, low, high []byte) error {
+func (c *checker) branch(p page, depth int, low, high []byte) error {
 	if p.count == 0 {
 		return broken("page %d is an empty branch", p.id)
 	}
@@ -187,7 +209,8 @@ func (c *checker) branch(p page, low, high []byte) error {
 		if err := p.within(i, this, low, end); err != nil {
 			return err
 		}
-		if err := c.tree(order.Uint64(p.data[pageHeader+i*elementSize+8:]), this, end); err != nil {
+		child := order.Uint64(p.data[pageHeader+i*elementSize+8:])
+		if err := c.tree(child, depth+1, this, end); err != nil {
 			return err
 		}
 		low = this
@@ -195,7 +218,7 @@ func (c *checker) branch(p page, low, high []byte) error {
 	return nil
 }
 
-func (c *checker) leaf(p page, low, high []byte) error {
+func (c *checker) leaf(p page, depth int, low, high []byte) error {
 	for i := range p.count {
 		at := pageHeader + i*elementSize
 		if at+elementSize > len(p.data) {
@@ -219,7 +242,7 @@ func (c *checker) leaf(p page, low, high []byte) error {
 		}
 		low = key
 		if order.Uint32(e)&leafBucket != 0 {
-			if err := c.bucket(p.id, value); err != nil {
+			if err := c.bucket(p.id, depth, value); err != nil {
 				return err
 			}
 		}
@@ -242,25 +265,25 @@ func (p page) within(i int, key, low, high []byte) error {
 }
 
 // bucket checks a bucket from its value: a root page, or a small page in the value itself.
-func (c *checker) bucket(id uint64, value []byte) error {
+func (c *checker) bucket(id uint64, depth int, value []byte) error {
 	if len(value) < bucketHeader {
 		return broken("page %d has a bucket of %d bytes", id, len(value))
 	}
 	if root := order.Uint64(value); root != 0 {
-		return c.tree(root, nil, nil)
+		return c.tree(root, depth+1, nil, nil)
 	}
 	b := value[bucketHeader:]
 	if len(b) < pageHeader || order.Uint16(b[8:]) != pageLeaf {
 		return broken("page %d has a malformed bucket", id)
 	}
-	return c.leaf(page{id, pageLeaf, int(order.Uint16(b[10:])), b}, nil, nil)
+	return c.leaf(page{id, pageLeaf, int(order.Uint16(b[10:])), b}, depth, nil, nil)
 }
 
 func (c *checker) freelist(id uint64) error {
 	if id == noFreelist {
 		return nil
 	}
-	p, err := c.read(id)
+	p, err := c.read(id, 0)
 	if err != nil {
 		return err
 	}

@@ -2,8 +2,10 @@ package boltkv
 
 import (
 	"bytes"
+	"context"
 	"errors"
 	"fmt"
+	"io/fs"
 	"math/rand/v2"
 	"os"
 	"path/filepath"
@@ -241,6 +243,94 @@ func patch(path string, at int64, data []byte) error {
 	defer f.Close()
 	_, err = f.WriteAt(data, at)
 	return err
+}
+
+// TestCheckedLater: what Open would refuse is found while the file is used, and everything fails from then on.
+func TestCheckedLater(t *testing.T) {
+	whole := image(t)
+	size := os.Getpagesize()
+	found := 0
+	for page := range len(whole) / size {
+		data := slices.Clone(whole)
+		copy(data[page*size:], noise(uint64(page), size))
+		path := write(t, data)
+		first, refused := Open(path, Options{})
+		if refused == nil {
+			if err := first.Close(); err != nil {
+				t.Fatal(err)
+			}
+		}
+		kv, err := Open(path, Options{CheckLater: true})
+		if err != nil {
+			if !errors.Is(refused, index.ErrDamaged) || !errors.Is(err, index.ErrDamaged) {
+				t.Errorf("page %d: %v, without CheckLater %v", page, err, refused)
+			}
+			continue
+		}
+		err = kv.Checked(t.Context())
+		if (refused == nil) != (err == nil) {
+			t.Errorf("page %d: %v, without CheckLater %v", page, err, refused)
+		}
+		if err != nil {
+			found++
+			update := kv.Update(t.Context(), func(x index.Txn) error { return x.Put(row(9), nil) })
+			_, view := contents(t, kv)
+			for _, err := range []error{err, update, view} {
+				if !errors.Is(err, index.ErrDamaged) || !strings.Contains(err.Error(), path) {
+					t.Errorf("page %d: %v", page, err)
+				}
+			}
+		}
+		if err := kv.Close(); err != nil {
+			t.Errorf("page %d: %v", page, err)
+		}
+	}
+	if found < 20 {
+		t.Errorf("noise was found later in %d pages only", found)
+	}
+}
+
+// TestCheckBesideWrites: what is written while the file is checked is not taken for damage, and Close does not wait for
+// the end of the check.
+func TestCheckBesideWrites(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "index.db")
+	kv := mustOpen(t, path)
+	err := kv.Update(t.Context(), func(x index.Txn) error {
+		for i := range 40_000 {
+			if err := x.Put(row(i), bytes.Repeat(row(i), 10)); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+	if err := errors.Join(err, kv.Close()); err != nil {
+		t.Fatal(err)
+	}
+	for round := range 10 {
+		kv, err := Open(path, Options{Timeout: 1, CheckLater: true})
+		if err != nil {
+			t.Fatal(err)
+		}
+		checked := make(chan error, 1)
+		go func() { checked <- kv.Checked(context.Background()) }()
+		for i := 0; len(checked) == 0 && (i == 0 || round%2 == 0); i++ {
+			err := kv.Update(t.Context(), func(x index.Txn) error {
+				return errors.Join(x.Put(row(i*7919%40_000), bytes.Repeat(row(i), 1+i%9)), x.Delete(row(i*7907%40_000)))
+			})
+			if err != nil {
+				t.Fatal(err)
+			}
+		}
+		if err := kv.Close(); err != nil {
+			t.Fatal(err)
+		}
+		if err := <-checked; err != nil && (round%2 == 0 || !errors.Is(err, fs.ErrClosed)) {
+			t.Errorf("round %d: %v", round, err)
+		}
+	}
+	if err := mustOpen(t, path).Close(); err != nil {
+		t.Error(err)
+	}
 }
 
 // TestFaultInFunction: a value that is unmapped while the caller's function reads it is damage; a nil pointer of the
