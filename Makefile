@@ -2,14 +2,14 @@
 # Logic lives in scripts/.
 export PATH := $(CURDIR)/.bin:$(CURDIR)/.tools/bin:$(PATH)
 export FUZZTIME ?= 20s
-export BENCH KEEP STORE
+export BENCH KEEP STORE CHAOS_S
 S3 ?= $(KILN_TEST_S3)
 export KILN_TEST_S3 := $(S3)
 
 BINARIES := .bin/kiln-registry .bin/kiln-push .bin/kiln-pull
 PINS     := internal/tools/go.mod internal/tools/go.sum
 
-.PHONY: all build demo test check conformance fuzz interop bench device docs clean $(BINARIES)
+.PHONY: all build demo test check conformance fuzz interop chaos bench device docs clean $(BINARIES)
 
 all: build
 
@@ -37,6 +37,9 @@ fuzz: ## every fuzz target for FUZZTIME
 
 interop: build .tools/bin/oras .tools/bin/crane .tools/bin/regctl .tools/model/.stamp ## real clients on a real model
 	scripts/interop.sh
+
+chaos: ## everything at once, for CHAOS_S seconds a part: what was acknowledged, and what was lost of it
+	scripts/chaos.sh
 
 PEERS = $(if $(filter identity index,$(BENCH))$(S3_STORE),,.tools/bin/registry .tools/bin/docker-registry)
 
