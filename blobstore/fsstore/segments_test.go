@@ -92,6 +92,28 @@ func TestSegmentsWithoutSpace(t *testing.T) {
 	}
 }
 
+// TestCommitWithoutSegments: a blob is committed also where its midstates can't be kept.
+func TestCommitWithoutSegments(t *testing.T) {
+	st, f := openFaulty(t)
+	st.segment = 64 << 10
+	data := pattern(300_000, "commit")
+	f.fault = func(op durable.Op, path string, do func() error) error {
+		if strings.HasPrefix(path, filepath.Join(st.dir, segmentsName)) {
+			return syscall.EIO
+		}
+		return unsynced(op, path, do)
+	}
+	i := push(t, st, data)
+	f.fault = nil
+	if checkMidstates(t, st, i, data) {
+		t.Error("there are midstates all the same")
+	}
+	checkBlob(t, st.path(i.Digest))
+	if left := tree(t, filepath.Join(st.dir, uploadsName)); len(left) != 1 {
+		t.Errorf("left of the upload: %q", left)
+	}
+}
+
 // TestUploadOfOlderProgram: an upload that a program began which recorded no midstates goes on, and has none in the
 // end if an edge was among what came before.
 func TestUploadOfOlderProgram(t *testing.T) {
