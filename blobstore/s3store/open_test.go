@@ -123,6 +123,18 @@ func TestDamage(t *testing.T) {
 	s.holds(st, b)
 	s.clean()
 
+	lost, err := st.Stat(s.ctx, i.Digest)
+	s.must(err)
+	s.must(st.b.Remove(s.ctx, st.bytesKey(lost.Digest, lost.Generation)))
+	_, err = st.Open(s.ctx, lost, 0, -1)
+	s.want("open of a copy whose bytes are gone", err, blobstore.ErrNotFound)
+	u, err = st.Create(s.ctx, i.Digest, -1)
+	s.must(err)
+	_, err = s.send(st, u.ID(), b, pushing{})
+	s.must(err)
+	s.holds(st, b)
+	s.clean()
+
 	u, err = st.Create(s.ctx, i.Digest, -1)
 	s.must(err)
 	damage(st.stateKey(u.ID()))
