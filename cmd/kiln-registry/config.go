@@ -103,6 +103,8 @@ type parts struct {
 	ix    *index.Index
 	reg   *registry.Registry
 
+	checked func(context.Context) error // waits until the file of the index is read through, and returns what was found
+
 	metrics http.Handler // nil: there are none
 }
 
@@ -115,6 +117,7 @@ type opening struct {
 	fresh bool // put the index aside, however damaged it is, and start an empty one
 	lease time.Duration
 
+	checkLater  bool // whoever opens looks at checked
 	readOnly    bool
 	verify      bool // blobs that are read whole
 	immutable   access.TagPatterns
@@ -139,7 +142,7 @@ func (p *parts) complete(ctx context.Context, o opening) (err error) {
 	if p.lock, err = o.lock(); err != nil {
 		return err
 	}
-	if p.ix, err = o.openIndex(ctx, p.store.ID()); err != nil {
+	if p.ix, p.checked, err = o.openIndex(ctx, p.store.ID()); err != nil {
 		return err
 	}
 	c := registry.Config{
@@ -170,22 +173,22 @@ func (p *parts) close() error {
 	return errors.Join(append(errs, p.store.Close())...)
 }
 
-func (o opening) openIndex(ctx context.Context, id string) (*index.Index, error) {
+func (o opening) openIndex(ctx context.Context, id string) (*index.Index, func(context.Context) error, error) {
 	if o.fresh {
 		if err := o.setAside(); err != nil {
-			return nil, err
+			return nil, nil, err
 		}
 	}
 	if err := o.claim(id); err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 	path := o.file(indexFile)
 	if _, err := os.Stat(path); errors.Is(err, fs.ErrNotExist) {
 		o.log.Info("no index: it is made from the store", "path", path)
 	}
-	kv, err := boltkv.Open(path, boltkv.Options{})
+	kv, err := boltkv.Open(path, boltkv.Options{CheckLater: o.checkLater})
 	if err != nil {
-		return nil, o.damaged(err)
+		return nil, nil, o.damaged(err)
 	}
 	engine := breakable(kv)
 	if o.metrics != nil {
@@ -193,9 +196,9 @@ func (o opening) openIndex(ctx context.Context, id string) (*index.Index, error)
 	}
 	ix, err := index.New(ctx, engine)
 	if err != nil {
-		return nil, errors.Join(o.damaged(err), kv.Close())
+		return nil, nil, errors.Join(o.damaged(err), kv.Close())
 	}
-	return ix, nil
+	return ix, kv.Checked, nil
 }
 
 // notReplayed says what to do when the index can't be brought level with the store. It is never a matter of an address

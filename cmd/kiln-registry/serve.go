@@ -113,7 +113,7 @@ func (s *serving) run(ctx context.Context, stdout, stderr io.Writer) error {
 		debug.SetGCPercent(25)
 	}
 	o := opening{home: s.home, gate: gate, idle: s.idle, log: log, readOnly: s.readOnly, immutable: s.immutable}
-	o.lease, o.verify = s.lease, s.verify
+	o.lease, o.verify, o.checkLater = s.lease, s.verify, true
 	o.metrics, o.metricsHere = s.metering.open(s.place, log), s.metering.here
 	p, err := o.open(ctx)
 	if err != nil {
@@ -197,15 +197,19 @@ func (s *serving) serve(
 
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
-	done := make(chan struct{})
-	go func() {
-		defer close(done)
+	var done sync.WaitGroup
+	done.Go(func() {
 		if err := p.reg.Replay(ctx); err != nil && ctx.Err() == nil {
 			cancel(p.notReplayed(err))
 			return
 		}
 		s.chores.run(ctx, p, log)
-	}()
+	})
+	done.Go(func() {
+		if err := p.checked(ctx); err != nil && ctx.Err() == nil {
+			cancel(p.notReplayed(err))
+		}
+	})
 	select {
 	case err = <-failed:
 		cancel(err)
@@ -214,7 +218,7 @@ func (s *serving) serve(
 			err = nil
 		}
 	}
-	<-done
+	done.Wait()
 	return errors.Join(err, s.stop(p, log, server, admin, meter))
 }
 
