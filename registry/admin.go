@@ -338,6 +338,7 @@ func (re *replay) op(ctx context.Context, ref blobstore.Ref) (index.Op, error) {
 	case ref.Deleted && isTag:
 		return index.DeleteTag{Repo: ref.Repo, Tag: ref.Name, Seq: ref.Seq}, nil
 	case ref.Deleted:
+		re.bases[ref.Repo+"\x00"+ref.Digest.String()] = identity.Aggregate{}
 		return index.DeleteManifest{Repo: ref.Repo, Digest: ref.Digest, Seq: ref.Seq}, nil
 	case isTag:
 		return index.PutTag{Repo: ref.Repo, Tag: ref.Name, Digest: ref.Digest, Seq: ref.Seq}, nil
@@ -352,7 +353,7 @@ func (re *replay) manifest(ctx context.Context, ref blobstore.Ref) (index.Op, er
 	if err != nil {
 		return nil, fmt.Errorf("%w: a manifest that was taken does not parse: %w", blobstore.ErrDamaged, err)
 	}
-	put, err := re.r.derive(ctx, ref.Repo, m, ref.Manifest)
+	put, err := re.r.derive(ctx, ref.Repo, m, ref.Manifest, re.baseOf)
 	switch {
 	case errors.Is(err, blobstore.ErrNotFound), errors.Is(err, api.ErrManifestInvalid):
 		re.r.log.Warn("manifest kept without classification", "repository", ref.Repo,
@@ -364,14 +365,20 @@ func (re *replay) manifest(ctx context.Context, ref blobstore.Ref) (index.Op, er
 	case err != nil:
 		return nil, err
 	}
-	if base, ok := re.bases[ref.Repo+"\x00"+m.Subject.String()]; ok && put.Kind != api.KindBase && put.Aggregate.IsZero() {
-		put.Aggregate, put.Evidence = base, api.EvidenceAsserted
-	}
-	if put.Kind == api.KindBase && !put.Aggregate.IsZero() {
+	re.bases[ref.Repo+"\x00"+put.Digest.String()] = identity.Aggregate{}
+	if put.Kind == api.KindBase {
 		re.bases[ref.Repo+"\x00"+put.Digest.String()] = put.Aggregate
 	}
 	put.Seq, put.Created = ref.Seq, ref.Time
 	return put, nil
+}
+
+// baseOf is that of the registry once the batch is in the index.
+func (re *replay) baseOf(ctx context.Context, repo string, d identity.Digest) (identity.Aggregate, error) {
+	if a, ok := re.bases[repo+"\x00"+d.String()]; ok {
+		return a, nil
+	}
+	return re.r.baseOf(ctx, repo, d)
 }
 
 // Admin returns the handler of the administration socket. It asks nobody who they are: whoever can open the socket may

@@ -76,11 +76,16 @@ func (r *Registry) PutManifest(
 	if err != nil {
 		return index.Record{}, err
 	}
+	if err := r.catchUp(ctx); err != nil {
+		return index.Record{}, err
+	}
 	defer r.locks.Hold(m.Refers()...)()
 	if err := r.checkBlobs(ctx, repo, m); err != nil {
 		return index.Record{}, err
 	}
-	put, err := r.derive(ctx, repo, m, body)
+	defer r.holdTags(repo, tags)()
+	defer r.inOrder(repo, d, m.Subject)()
+	put, err := r.derive(ctx, repo, m, body, r.baseOf)
 	if err != nil {
 		return index.Record{}, err
 	}
@@ -90,9 +95,8 @@ func (r *Registry) PutManifest(
 	return r.keep(ctx, put, tags)
 }
 
-// keep makes a manifest and its tags durable, unless all of that is there.
+// keep makes a manifest and its tags durable, unless all of that is there. The caller has holdTags and inOrder.
 func (r *Registry) keep(ctx context.Context, put index.PutManifest, tags []string) (index.Record, error) {
-	defer r.holdTags(put.Repo, tags)()
 	put.Created = r.now()
 	old, err := r.ix.Get(ctx, put.Repo, put.Digest.String())
 	if err != nil && !errors.Is(err, index.ErrNotFound) {
@@ -112,7 +116,7 @@ func (r *Registry) keep(ctx context.Context, put index.PutManifest, tags []strin
 		}
 		known = known && err == nil && at.Digest == put.Digest
 	}
-	if known && !r.kept.behind() { // a change that the index lacks may have made it otherwise
+	if known && !r.kept.behind() {
 		return old, nil
 	}
 	err = r.change(ctx, put.Repo, func(seq uint64) ([]blobstore.Ref, []index.Op) {
@@ -164,6 +168,34 @@ func (r *Registry) holdTags(repo string, tags []string) (release func()) {
 			r.tags[i].Unlock()
 		}
 		whole.RUnlock()
+	}
+}
+
+// orders are locks for manifests, so many that two pushes seldom meet.
+type orders [4096]sync.RWMutex
+
+// inOrder keeps others from changing a manifest and its subject, which may be zero, until release is called. What is
+// derived from a subject is thereby derived of the same state when the refs are read again in the order of the store.
+func (r *Registry) inOrder(repo string, d, subject identity.Digest) (release func()) {
+	at := func(d identity.Digest) uint32 {
+		return crc32.ChecksumIEEE([]byte(repo+":"+string(d[:]))) % uint32(len(r.orders))
+	}
+	own, of := at(d), at(subject)
+	mine, its := &r.orders[own], &r.orders[of]
+	switch {
+	case subject.IsZero() || own == of:
+		mine.Lock()
+		return mine.Unlock
+	case own < of:
+		mine.Lock()
+		its.RLock()
+	default:
+		its.RLock()
+		mine.Lock()
+	}
+	return func() {
+		mine.Unlock()
+		its.RUnlock()
 	}
 }
 
@@ -307,13 +339,23 @@ func quoted(name string) string {
 	return fmt.Sprintf(" (%.80q)", name)
 }
 
-// derive makes the record of a manifest from the manifest, the blobs it names and what its repository holds, and from
-// nothing else: so that it comes out the same when the index is rebuilt.
+// baseOf returns the base model that a manifest of a repository is; zero if it is none, or not there.
+func (r *Registry) baseOf(ctx context.Context, repo string, d identity.Digest) (identity.Aggregate, error) {
+	rec, err := r.ix.Get(ctx, repo, d.String())
+	switch {
+	case errors.Is(err, index.ErrNotFound):
+		return identity.Aggregate{}, nil
+	case err != nil || rec.Kind != api.KindBase:
+		return identity.Aggregate{}, err
+	}
+	return rec.Aggregate, nil
+}
+
+// derive makes the record of a manifest from the manifest, the blobs it names and what its repository holds, of which
+// baseOf tells, and from nothing else: so that it comes out the same when the index is rebuilt.
 func (r *Registry) derive(
-	ctx context.Context,
-	repo string,
-	m classify.Manifest,
-	body []byte,
+	ctx context.Context, repo string, m classify.Manifest, body []byte,
+	baseOf func(ctx context.Context, repo string, d identity.Digest) (identity.Aggregate, error),
 ) (index.PutManifest, error) {
 	if m.IndexSize() > largeIndex {
 		r.large <- struct{}{}
@@ -341,12 +383,8 @@ func (r *Registry) derive(
 	}
 	put.Aggregate = a.Claim
 	if put.Aggregate.IsZero() && !m.Subject.IsZero() {
-		subject, err := r.ix.Get(ctx, repo, m.Subject.String())
-		if err != nil && !errors.Is(err, index.ErrNotFound) {
+		if put.Aggregate, err = baseOf(ctx, repo, m.Subject); err != nil {
 			return put, err
-		}
-		if err == nil && subject.Kind == api.KindBase {
-			put.Aggregate = subject.Aggregate
 		}
 	}
 	if !put.Aggregate.IsZero() {
@@ -389,9 +427,15 @@ func (r *Registry) DeleteManifest(ctx context.Context, c access.Caller, repo str
 	if err := c.Check(access.Delete, repo); err != nil {
 		return err
 	}
+	if err := r.catchUp(ctx); err != nil {
+		return err
+	}
 	ruled := r.immutable.MatchRepo(repo)
 	if ruled {
 		defer r.holdRepo(repo)()
+	}
+	if ref.Tag == "" {
+		defer r.inOrder(repo, ref.Digest, identity.Digest{})()
 	}
 	rec, err := r.ix.Get(ctx, repo, ref.String())
 	if err != nil {

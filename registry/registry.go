@@ -78,6 +78,7 @@ type Registry struct {
 	immutable access.TagPatterns
 	repos     stripes // by repository: held for reading by puts of manifests
 	tags      stripes // by repository and tag: held by puts of an immutable tag
+	orders    orders  // by repository and manifest: held by its changes, and for reading by puts of what refers to it
 
 	state   atomic.Int32
 	writes  sync.RWMutex // held for writing while the index is rebuilt
@@ -249,6 +250,15 @@ func (r *Registry) enter(ctx context.Context) (leave func(), err error) {
 			return nil, err
 		}
 	}
+}
+
+// catchUp has the index hear of changes that it did not take before, so that what is asked for next is compared with all
+// that the store holds.
+func (r *Registry) catchUp(ctx context.Context) error {
+	if !r.kept.behind() {
+		return nil
+	}
+	return r.Replay(context.WithoutCancel(ctx))
 }
 
 // level says whether the index knows all that the store holds, for those who hold writes.

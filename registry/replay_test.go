@@ -158,6 +158,33 @@ func TestRebuildWithoutBlobs(t *testing.T) {
 	}
 }
 
+// What an adapter's base is depends on what was there when the adapter came, also when the index is made anew.
+func TestBaseThatCameAndWent(t *testing.T) {
+	s := newServer(t)
+	_, d := s.base("a", "v1", "m", "1")
+	adapter := func(n string) {
+		t.Helper()
+		m := s.manifest("a", []desc{s.layer("a", api.MediaTypeWeight, "adapter_model.safetensors", safetensors(n))},
+			map[string]any{"subject": desc{"mediaType": manifestType, "digest": d.String(), "size": 1}})
+		if a := s.put("a", n, m); a.status != 201 {
+			t.Fatal(a)
+		}
+	}
+	adapter("with")
+	s.want(202, "DELETE", api.PathManifest("a", d.String()), nil)
+	adapter("without")
+	want := s.export()
+	if strings.Count(want, `"evidence":"asserted"`) != 1 || strings.Count(want, `"evidence":"none"`) != 1 {
+		t.Fatal(want)
+	}
+	if err := s.reg.Reindex(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if got := s.export(); got != want {
+		t.Errorf("rows differ:\n%s\n---\n%s", want, got)
+	}
+}
+
 // refsThatFail keeps refs, or says so and does not, or the other way round.
 type refsThatFail struct {
 	blobstore.Refs
