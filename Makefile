@@ -38,7 +38,7 @@ fuzz: ## every fuzz target for FUZZTIME
 interop: build .tools/bin/oras .tools/bin/crane .tools/bin/regctl .tools/model/.stamp ## real clients on a real model
 	scripts/interop.sh
 
-chaos: ## everything at once, for CHAOS_S seconds a part: what was acknowledged, and what was lost of it
+chaos: .tools/bin/versitygw ## everything at once, for CHAOS_S seconds a part: what was acknowledged, and what was lost of it
 	scripts/chaos.sh
 
 PEERS = $(if $(filter identity index,$(BENCH))$(S3_STORE),,.tools/bin/registry .tools/bin/docker-registry)

@@ -28,8 +28,8 @@ func (r *Registry) StatBlob(
 	return r.statBlob(ctx, repo, d)
 }
 
-// HeadBlob is StatBlob for clients that ask which blobs they need not push. If the caller may push, the blob stays in the
-// repository as if it had been pushed just now, or nearly so.
+// HeadBlob is StatBlob for clients that ask which blobs they need not push. If the caller may push, the blob stays in
+// the repository as if it had been pushed just now, or nearly so.
 func (r *Registry) HeadBlob(
 	ctx context.Context,
 	c access.Caller,
@@ -194,8 +194,8 @@ func (r *Registry) sendBlob(w *response, q *request, i blobstore.Info, off, n in
 const verifiedPiece = 256 << 10
 
 // sendVerified answers with a whole blob and hashes it on the way. The last piece goes out when the blob is found to be
-// what its digest says: of one that is damaged the client gets less than was announced, and the scrubber is told. A blob
-// of one piece is found out before the answer begins.
+// what its digest says: of one that is damaged the client gets less than was announced, and the scrubber is told. A
+// blob of one piece is found out before the answer begins.
 func (r *Registry) sendVerified(w *response, i blobstore.Info, body io.Reader) error {
 	h, rest := identity.NewHash(), i.Size
 	piece := make([]byte, min(rest, verifiedPiece))

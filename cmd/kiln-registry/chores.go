@@ -33,7 +33,8 @@ func (c *chores) bind(cmd *cobra.Command) {
 	f.Float64Var(&c.gcMaxShare, "gc-max-share", upkeep.DefaultMaxShare,
 		"let nothing go if a larger share of the blobs or bytes would")
 	f.DurationVar(&c.lease, "lease", 7*24*time.Hour, "how long a blob that was pushed waits for its manifest")
-	f.DurationVar(&c.scrubEvery, "scrub-interval", upkeep.DefaultScrubInterval, "how often every blob is read again; 0: never")
+	f.DurationVar(&c.scrubEvery, "scrub-interval", upkeep.DefaultScrubInterval,
+		"how often every blob is read again; 0: never")
 	f.Var(&c.scrubRate, "scrub-rate", "how many bytes of them in a second, as 100MB or 32MiB; 0: as fast as it goes")
 	f.BoolVar(&c.verify, "verify-reads", false, "hash blobs that are sent whole, and cut off those that are damaged")
 }

@@ -41,7 +41,8 @@ bytes, would go, nothing does: that looks like an index that lacks something. --
 	c.store.bind(cmd)
 	f := cmd.Flags()
 	f.DurationVar(&c.Grace, "grace", upkeep.DefaultGrace, "how old a blob is at least when it goes")
-	f.Float64Var(&c.MaxShare, "max-share", upkeep.DefaultMaxShare, "refuse if a larger share of the blobs or bytes would go")
+	f.Float64Var(&c.MaxShare, "max-share", upkeep.DefaultMaxShare,
+		"refuse if a larger share of the blobs or bytes would go")
 	f.BoolVar(&c.Force, "force", false, "whatever the share")
 	f.BoolVar(&c.DryRun, "dry-run", false, "only say what would go")
 	f.BoolVar(&c.json, "json", false, "print JSON, one object a line")

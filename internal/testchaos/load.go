@@ -1,5 +1,5 @@
-// Package testchaos puts a registry under a mixed load over HTTP and afterwards says what of that which was acknowledged
-// is lost. The registry may be killed meanwhile: what got no answer may have happened or not.
+// Package testchaos puts a registry under a mixed load over HTTP and afterwards says what of that which was
+// acknowledged is lost. The registry may be killed meanwhile: what got no answer may have happened or not.
 package testchaos
 
 import (

@@ -57,7 +57,8 @@ func (a *actor) push() {
 			}
 		}
 	case got.status != 0 && firm, got.status != 0 && !strings.Contains(string(got.body), "MANIFEST_BLOB_UNKNOWN"):
-		a.lose("push %d to %s, manner %d: the blobs were acknowledged, but the manifest was not taken: %v", a.i, repo, how, got)
+		a.lose("push %d to %s, manner %d: the blobs were acknowledged, but the manifest was not taken: %v",
+			a.i, repo, how, got)
 	}
 }
 

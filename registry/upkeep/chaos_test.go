@@ -11,8 +11,11 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kiln-registry/kiln-registry/blobstore"
+	"github.com/kiln-registry/kiln-registry/blobstore/s3store"
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/internal/testchaos"
+	"github.com/kiln-registry/kiln-registry/internal/tests3"
 	"github.com/kiln-registry/kiln-registry/registry/upkeep"
 )
 
@@ -74,10 +77,28 @@ func (e *epochs) pause(ctx context.Context) {
 	}
 }
 
-// TestPushersAgainstCollector: while models are pushed, pushed again, mounted and deleted, a collector runs all the time
-// that gives no grace. Nothing that was acknowledged may be lost, and nothing may stay behind. CHAOS_S is how many
+// TestPushersAgainstCollector: while models are pushed, pushed again, mounted and deleted, a collector runs all the
+// time that gives no grace. Nothing that was acknowledged may be lost, and nothing may stay behind. CHAOS_S is how many
 // seconds it runs.
-func TestPushersAgainstCollector(t *testing.T) {
+func TestPushersAgainstCollector(t *testing.T) { chaos(t, "collector", nil) }
+
+// TestPushersAgainstCollectorOnS3 is the same with the bytes in a bucket.
+func TestPushersAgainstCollectorOnS3(t *testing.T) {
+	server := tests3.New(t)
+	t.Setenv("AWS_ACCESS_KEY_ID", server.AccessKey)
+	t.Setenv("AWS_SECRET_ACCESS_KEY", server.SecretKey)
+	at := "s3://" + server.Bucket(t) + "/store?endpoint=http://" + server.Endpoint() + "&region=" + server.Region
+	c, err := s3store.Parse(at)
+	if err == nil {
+		err = s3store.Init(t.Context(), c)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	chaos(t, "s3", func() (blobstore.Engine, error) { return s3store.Open(context.Background(), c, s3store.Options{}) })
+}
+
+func chaos(t *testing.T, name string, open func() (blobstore.Engine, error)) {
 	seconds := 3
 	if s := os.Getenv("CHAOS_S"); s != "" {
 		var err error
@@ -86,7 +107,7 @@ func TestPushersAgainstCollector(t *testing.T) {
 		}
 	}
 	e := &epochs{begin: time.Now().Add(epoch), active: map[int]int{}, round: make(chan struct{})}
-	r := newRig(t, func(r *rig) { r.clock, r.lease = e.clock, 4*epoch })
+	r := newRig(t, func(r *rig) { r.clock, r.lease, r.open = e.clock, 4*epoch, open })
 	load := &testchaos.Load{
 		Seed: uint64(time.Now().UnixNano()), Pushers: 8, Deleters: 3, Pullers: 2, Firm: true, Push: e.push, Pause: e.pause,
 	}
@@ -108,9 +129,9 @@ func TestPushersAgainstCollector(t *testing.T) {
 	r.settle(t, e)
 	r.holds(used)
 	load.Check(r.http.URL)
-	fmt.Printf("collector: rounds %d, epochs %d, collected %d, acknowledged %d, refused %d, unanswered %d, pulled %d, lost %d\n",
-		e.rounds, e.now, removed, load.Acknowledged.Load(), load.Refused.Load(), load.Unanswered.Load(), load.Pulled.Load(),
-		len(load.Lost()))
+	fmt.Printf("%s: rounds %d, epochs %d, collected %d, acknowledged %d, refused %d, unanswered %d, pulled %d, lost %d\n",
+		name, e.rounds, e.now, removed, load.Acknowledged.Load(), load.Refused.Load(), load.Unanswered.Load(),
+		load.Pulled.Load(), len(load.Lost()))
 	load.DeleteAll(r.http.URL)
 	r.settle(t, e)
 	r.holds(nil)

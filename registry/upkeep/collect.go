@@ -19,7 +19,7 @@ var (
 	ErrRunning = errors.New("one is running already")
 	// ErrReadOnly: the registry is read-only, so that nothing is removed.
 	ErrReadOnly = errors.New("the registry is read-only")
-	// ErrTooMuch: so large a share of the store would go that it looks like a mistake. Nothing was removed, or no more was.
+	// ErrTooMuch: so large a share of the store would go that it looks like a mistake. Nothing was removed, or no more.
 	ErrTooMuch = errors.New("too much of the store would go")
 )
 
@@ -381,7 +381,9 @@ func (r *collecting) remove(ctx context.Context) error {
 }
 
 // each runs feed and removes what it sends, until either fails.
-func (r *collecting) each(ctx context.Context, feed func(work chan<- blobstore.Info, done <-chan struct{}) error) error {
+func (r *collecting) each(
+	ctx context.Context, feed func(work chan<- blobstore.Info, done <-chan struct{}) error,
+) error {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	work := make(chan blobstore.Info)

@@ -168,7 +168,8 @@ func TestInDoubt(t *testing.T) {
 		t.Errorf("%v, %+v", err, did)
 	}
 	f.delete = errors.New("this file can't be removed")
-	if did, err := c.Collect(t.Context(), upkeep.Terms{Force: true}); err != nil || did.Failed != 10 || did.Removed.Blobs > 0 {
+	did, err := c.Collect(t.Context(), upkeep.Terms{Force: true})
+	if err != nil || did.Failed != 10 || did.Removed.Blobs > 0 {
 		t.Errorf("%v, %+v", err, did)
 	}
 	f.delete = nil
@@ -244,8 +245,8 @@ func (f *flaky) Update(ctx context.Context, fn func(index.Txn) error) error {
 	return f.KV.Update(ctx, fn)
 }
 
-// TestKeptAndNotIndexed: a manifest that the store kept, and the index did not, holds its blobs: it would come back with
-// the next start.
+// TestKeptAndNotIndexed: a manifest that the store kept, and the index did not, holds its blobs: it would come back
+// with the next start.
 func TestKeptAndNotIndexed(t *testing.T) {
 	h, f := new(hands), new(flaky)
 	r := newRig(t, func(r *rig) {
@@ -342,7 +343,9 @@ func TestLeftOut(t *testing.T) {
 	r := newRig(t, nil)
 	m := r.image("a", []byte("one"))
 	r.put(201, "a", "v1", m)
-	tag := blobstore.Ref{Repo: "a\x01", Name: "v1", Seq: 1, Digest: identity.Sum(m), MediaType: manifestType, Time: time.Now()}
+	tag := blobstore.Ref{
+		Repo: "a\x01", Name: "v1", Seq: 1, Digest: identity.Sum(m), MediaType: manifestType, Time: time.Now(),
+	}
 	if _, err := r.store.Put(t.Context(), tag); err != nil {
 		t.Fatal(err)
 	}

@@ -8,8 +8,8 @@ import (
 	"github.com/kiln-registry/kiln-registry/identity"
 )
 
-// stripes is how many locks there are for all digests. A manifest of 4,096 blobs holds about two thirds of them while it
-// is put: the collector leaves what it can't have and comes back later.
+// stripes is how many locks there are for all digests. A manifest of 4,096 blobs holds about two thirds of them while
+// it is put: the collector leaves what it can't have and comes back later.
 const stripes = 4096
 
 // Locks keeps the making of references to blobs apart from their removal, digest by digest. The zero Locks is ready. It
@@ -23,8 +23,8 @@ type Locks struct{ stripe [stripes]sync.RWMutex }
 
 func stripeOf(d identity.Digest) uint16 { return binary.BigEndian.Uint16(d[:]) % stripes }
 
-// Hold keeps the blobs of these digests from being removed until release, which must be called once. The caller must not
-// hold any digest already.
+// Hold keeps the blobs of these digests from being removed until release, which must be called once. The caller must
+// not hold any digest already.
 func (l *Locks) Hold(ds ...identity.Digest) (release func()) {
 	held := make([]uint16, len(ds))
 	for i, d := range ds {

@@ -8,6 +8,7 @@ import (
 	"log/slog"
 	"net/http"
 	"net/http/httptest"
+	"os"
 	"path/filepath"
 	"sync"
 	"sync/atomic"
@@ -33,7 +34,8 @@ type rig struct {
 	verify bool
 	wrap   func(blobstore.Store) blobstore.Store // what the registry sees of the store; nil: the store
 	engine func(index.KV) index.KV               // what the index sees of its engine; nil: the engine
-	store  *fsstore.Store
+	open   func() (blobstore.Engine, error)      // nil: a store in dir
+	store  blobstore.Engine
 	ix     *index.Index
 	reg    *registry.Registry
 	http   *httptest.Server
@@ -65,7 +67,12 @@ func newRig(t *testing.T, set func(*rig)) *rig {
 	if set != nil {
 		set(r)
 	}
-	if err := fsstore.Init(r.dir); err != nil {
+	if r.open == nil {
+		if err := fsstore.Init(r.dir); err != nil {
+			t.Fatal(err)
+		}
+		r.open = func() (blobstore.Engine, error) { return fsstore.Open(r.dir, fsstore.Options{}) }
+	} else if err := os.Mkdir(r.dir, 0o700); err != nil {
 		t.Fatal(err)
 	}
 	r.start()
@@ -77,7 +84,7 @@ func (r *rig) start() {
 	r.t.Helper()
 	ctx := context.Background()
 	var err error
-	if r.store, err = fsstore.Open(r.dir, fsstore.Options{}); err != nil {
+	if r.store, err = r.open(); err != nil {
 		r.t.Fatal(err)
 	}
 	kv, err := boltkv.Open(filepath.Join(r.dir, "index.db"), boltkv.Options{})

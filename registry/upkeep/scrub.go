@@ -35,7 +35,7 @@ type Verdict string
 const (
 	Good       Verdict = "good"
 	Damaged    Verdict = "damaged"    // it was read twice and both times was not what its digest says
-	Unsteady   Verdict = "unsteady"   // it was read twice and was right the second time: the memory or the disk is to blame
+	Unsteady   Verdict = "unsteady"   // it was read twice and was right the second time: blame memory or disk
 	Unreadable Verdict = "unreadable" // the store failed to read it; that is not taken for damage
 	Gone       Verdict = "gone"       // it was removed meanwhile, or is not there
 )
@@ -376,8 +376,8 @@ func (s *Scrubber) idle(ctx context.Context, due <-chan time.Time, p *pace) erro
 	return ctx.Err()
 }
 
-// leg goes on with the pass for some seconds and keeps where it is. A listing is not held open for longer, as a store may
-// forget it.
+// leg goes on with the pass for some seconds and keeps where it is. A listing is not held open for longer, as a store
+// may forget it.
 func (s *Scrubber) leg(ctx context.Context, p *pace) error {
 	began := s.now()
 	whole := true

@@ -138,7 +138,7 @@ func TestDamagedAndDeleted(t *testing.T) {
 	r.rewrite(d, flip(0))
 	r.scrub()
 	aside := func() (n int) {
-		for range r.store.Aside(t.Context()) {
+		for range r.store.(blobstore.Quarantine).Aside(t.Context()) {
 			n++
 		}
 		return n
@@ -162,7 +162,8 @@ func TestDamagedAndDeleted(t *testing.T) {
 	want("young", upkeep.Terms{Grace: 2 * week}, 0, 1)
 	want("dry run", upkeep.Terms{DryRun: true}, 1, 1)
 	want("old", upkeep.Terms{}, 1, 0)
-	if _, err := r.store.Stat(t.Context(), d); !errors.Is(err, blobstore.ErrNotFound) || errors.Is(err, blobstore.ErrQuarantined) {
+	_, err := r.store.Stat(t.Context(), d)
+	if !errors.Is(err, blobstore.ErrNotFound) || errors.Is(err, blobstore.ErrQuarantined) {
 		t.Error(err)
 	}
 }
@@ -196,7 +197,8 @@ func TestNotDamage(t *testing.T) {
 		return nil, nil
 	}
 	did, found := r.scrub()
-	if f := found[d]; f.Verdict != upkeep.Unreadable || did.Unreadable != 1 || did.Read.Blobs != 2 || !strings.Contains(f.Why, "loose") {
+	f := found[d]
+	if f.Verdict != upkeep.Unreadable || did.Unreadable != 1 || did.Read.Blobs != 2 || !strings.Contains(f.Why, "loose") {
 		t.Errorf("%+v, %v", did, found)
 	}
 
