@@ -117,7 +117,7 @@ type opening struct {
 	fresh bool // put the index aside, however damaged it is, and start an empty one
 	lease time.Duration
 
-	checkLater  bool // whoever opens looks at checked
+	checkLater  int64 // bytes of an index from which whoever opens looks at checked; 0: never
 	readOnly    bool
 	verify      bool // blobs that are read whole
 	immutable   access.TagPatterns

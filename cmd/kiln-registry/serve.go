@@ -28,6 +28,8 @@ const (
 	headerTimeout  = 10 * time.Second
 	keepAlive      = 2 * time.Minute // for the next request on a connection
 	maxHeaderBytes = 64 << 10
+	// checkLater is the size in bytes from which an index is read through while it is served: it is 20 ms of reading.
+	checkLater = 32 << 20
 )
 
 // serving is what serve was asked for.
@@ -113,7 +115,7 @@ func (s *serving) run(ctx context.Context, stdout, stderr io.Writer) error {
 		debug.SetGCPercent(25)
 	}
 	o := opening{home: s.home, gate: gate, idle: s.idle, log: log, readOnly: s.readOnly, immutable: s.immutable}
-	o.lease, o.verify, o.checkLater = s.lease, s.verify, true
+	o.lease, o.verify, o.checkLater = s.lease, s.verify, checkLater
 	o.metrics, o.metricsHere = s.metering.open(s.place, log), s.metering.here
 	p, err := o.open(ctx)
 	if err != nil {

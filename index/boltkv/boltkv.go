@@ -36,9 +36,9 @@ var bucketName = []byte("kiln")
 // Options are settings of Open. The zero Options are the defaults.
 type Options struct {
 	Timeout time.Duration // how long to wait for another process to let go of the file; 0: DefaultTimeout
-	// CheckLater lets Open return before it has read the file through. The KV can be used at once, and whoever opened it
-	// has to look at Checked.
-	CheckLater bool
+	// CheckLater is the size in bytes from which a file is checked while it is used: Open returns before it has read it
+	// through, and whoever opened it has to look at Checked. 0: Open checks every file itself.
+	CheckLater int64
 }
 
 // KV is an index engine on a file. Any number of goroutines may use one; one process at a time has the file.
@@ -83,16 +83,16 @@ func Open(path string, o Options) (*KV, error) {
 }
 
 func (kv *KV) open(o Options) error {
-	fresh, size := false, 0
+	fresh, size := false, int64(0)
 	if info, err := os.Stat(kv.path); err == nil {
-		size = int(info.Size())
+		size = info.Size()
 	} else {
 		fresh = errors.Is(err, fs.ErrNotExist)
 	}
 	err := guard(func() (err error) {
 		kv.db, err = bbolt.Open(kv.path, 0o600, &bbolt.Options{
 			Timeout:         o.Timeout,
-			InitialMmapSize: max(initialMap, 2*size),
+			InitialMmapSize: max(initialMap, 2*int(size)),
 			FreelistType:    bbolt.FreelistMapType,
 			NoStatistics:    true,
 			OpenFile: func(name string, flag int, mode os.FileMode) (*os.File, error) {
@@ -107,7 +107,8 @@ func (kv *KV) open(o Options) error {
 		return err
 	}
 	kv.db.AllocSize = growBy
-	if !o.CheckLater {
+	later := o.CheckLater > 0 && size >= o.CheckLater
+	if !later {
 		if err := kv.checkNow(); err != nil {
 			guard(kv.db.Close)
 			return err
@@ -121,7 +122,7 @@ func (kv *KV) open(o Options) error {
 			return err
 		}
 	}
-	if o.CheckLater {
+	if later {
 		return kv.checkLater()
 	}
 	return nil

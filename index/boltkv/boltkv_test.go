@@ -19,7 +19,7 @@ import (
 )
 
 func TestConformance(t *testing.T) {
-	for name, o := range map[string]Options{"checked": {Timeout: 1}, "checked later": {Timeout: 1, CheckLater: true}} {
+	for name, o := range map[string]Options{"checked": {Timeout: 1}, "checked later": {Timeout: 1, CheckLater: 1}} {
 		t.Run(name, func(t *testing.T) { conform(t, o) })
 	}
 }

@@ -260,7 +260,7 @@ func TestCheckedLater(t *testing.T) {
 				t.Fatal(err)
 			}
 		}
-		kv, err := Open(path, Options{CheckLater: true})
+		kv, err := Open(path, Options{CheckLater: 1})
 		if err != nil {
 			if !errors.Is(refused, index.ErrDamaged) || !errors.Is(err, index.ErrDamaged) {
 				t.Errorf("page %d: %v, without CheckLater %v", page, err, refused)
@@ -307,7 +307,7 @@ func TestCheckBesideWrites(t *testing.T) {
 		t.Fatal(err)
 	}
 	for round := range 10 {
-		kv, err := Open(path, Options{Timeout: 1, CheckLater: true})
+		kv, err := Open(path, Options{Timeout: 1, CheckLater: 1})
 		if err != nil {
 			t.Fatal(err)
 		}
