@@ -98,8 +98,8 @@ type table struct {
 
 func (b *bench) tables(ctx context.Context, names []string) error {
 	all := []table{
-		{"identity", "", b.identity}, {"blobs", "registry", b.blobs}, {"peers", "registry", b.beside},
-		{"farm", "registry", b.farm}, {"index", "", b.index},
+		{"identity", "", b.identity}, {"blobs", "registry", b.blobs}, {"pushes", "registry", b.largePushes},
+		{"manifests", "registry", b.manifestRates}, {"farm", "registry", b.farm}, {"index", "", b.index},
 	}
 	if b.versitygw != "" {
 		all = []table{{"s3", "registry", b.s3}}
@@ -110,7 +110,7 @@ func (b *bench) tables(ctx context.Context, names []string) error {
 	}
 	for _, name := range names {
 		if !known[name] {
-			return fmt.Errorf("no table %q: want identity, registry, blobs, peers, farm, index or nothing for all; "+
+			return fmt.Errorf("no table %q: want identity, registry, blobs, pushes, manifests, farm, index or nothing for all; "+
 				"only registry with an S3 server", name)
 		}
 	}
@@ -122,6 +122,10 @@ func (b *bench) tables(ctx context.Context, names []string) error {
 		rows, err := t.rows(ctx)
 		if err != nil {
 			return fmt.Errorf("bench %s: %w", t.name, err)
+		}
+		if len(rows) == 0 {
+			fmt.Fprintf(b.out, "\n%s: left out, there is no peer\n", t.name)
+			continue
 		}
 		b.print(t.name, before, rows)
 	}

@@ -28,7 +28,12 @@ type contender struct {
 	start func(context.Context) (*rig.Server, error)
 }
 
+// contenders are this registry and its peers: registries of the distribution project, which sync to disk before they
+// answer, as this one does. Without a peer there is nobody.
 func (b *bench) contenders(ctx context.Context) ([]contender, error) {
+	if len(b.peers) == 0 {
+		return nil, nil
+	}
 	all := []contender{{"kiln-registry", b.startRegistry}}
 	for _, bin := range b.peers {
 		version, err := rig.VersionOf(ctx, bin)
@@ -40,24 +45,6 @@ func (b *bench) contenders(ctx context.Context) ([]contender, error) {
 		}})
 	}
 	return all, nil
-}
-
-// beside compares the registry with its peers: registries of the distribution project, which sync to disk before they
-// answer, as this one does.
-func (b *bench) beside(ctx context.Context) ([]row, error) {
-	all, err := b.contenders(ctx)
-	if err != nil || len(all) == 1 {
-		return nil, err
-	}
-	pushes, err := b.largePushes(ctx, all)
-	if err != nil {
-		return nil, fmt.Errorf("large pushes: %w", err)
-	}
-	manifests, err := b.manifestRates(ctx, all)
-	if err != nil {
-		return nil, fmt.Errorf("manifests: %w", err)
-	}
-	return append(pushes, manifests...), nil
 }
 
 // inTurn runs work for every contender; which one goes first changes from round to round.
@@ -106,7 +93,11 @@ func less(a, b float64) bool { return a < b }
 func more(a, b float64) bool { return a > b }
 
 // largePushes sends large blobs to a new server of each contender in every round, in one PUT and in chunks.
-func (b *bench) largePushes(ctx context.Context, all []contender) ([]row, error) {
+func (b *bench) largePushes(ctx context.Context) ([]row, error) {
+	all, err := b.contenders(ctx)
+	if err != nil || all == nil {
+		return nil, err
+	}
 	whole, chunked, final, memory := newSeries(all), newSeries(all), newSeries(all), newSeries(all)
 	for round := range b.rounds {
 		err := inTurn(round, len(all), func(i int) error {
@@ -190,7 +181,11 @@ type filling struct {
 
 // manifestRates measures how many manifests a second go into a repository that holds a thousand, and into one that holds
 // b.pushes.
-func (b *bench) manifestRates(ctx context.Context, all []contender) ([]row, error) {
+func (b *bench) manifestRates(ctx context.Context) ([]row, error) {
+	all, err := b.contenders(ctx)
+	if err != nil || all == nil {
+		return nil, err
+	}
 	var repositories []*filling // with few manifests, one for each contender, and then with many
 	for _, held := range []int{few, b.pushes} {
 		for _, c := range all {
