@@ -11,6 +11,7 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/kiln-registry/kiln-registry/api"
 	"github.com/kiln-registry/kiln-registry/identity"
@@ -250,4 +251,44 @@ func TestVerifyReads(t *testing.T) {
 	if !errors.Is(err, io.ErrUnexpectedEOF) || resp.StatusCode != 200 || len(b) > len(large) {
 		t.Errorf("%d, %d bytes of %d, %v", resp.StatusCode, len(b), len(large)+1, err)
 	}
+}
+
+// TestHeadRenewsLease: a HEAD by a caller who may push keeps a blob in its repository when less than half of its time
+// is left. Nothing else that only reads does.
+func TestHeadRenewsLease(t *testing.T) {
+	s := newServer(t)
+	start := time.Now()
+	now := start
+	s.stop()
+	s.clock = func() time.Time { return now }
+	s.start()
+	d := s.blob("a", []byte("x"))
+	secrets := s.guard(map[string]string{"reader": "a pull", "writer": "a pull,push"})
+	day := 24 * time.Hour
+	check := func(when, method, caller string, days int) {
+		t.Helper()
+		s.token = secrets[caller]
+		s.want(200, method, api.PathBlob("a", d), nil)
+		until, err := s.ix.LinkedUntil(t.Context(), "a", d)
+		if want := start.Add(time.Duration(days) * day); err != nil || !until.Equal(want) {
+			t.Errorf("%s: until %v, %v; want %v", when, until, err, want)
+		}
+	}
+	now = start.Add(3 * day)
+	check("early", "HEAD", "writer", 7)
+	now = start.Add(4 * day)
+	check("GET", "GET", "writer", 7)
+	check("a HEAD of one who may only pull", "HEAD", "reader", 7)
+	check("HEAD", "HEAD", "writer", 11)
+	s.want(404, "HEAD", api.PathBlob("a", identity.Sum([]byte("unknown"))), nil)
+
+	// A blob that a manifest refers to is kept as well: the manifest may be deleted before the next one comes.
+	m := s.manifest("a", nil, nil)
+	if a := s.put("a", "v1", m); a.status != 201 {
+		t.Fatal(a)
+	}
+	d = identity.Sum([]byte("{}"))
+	now = start.Add(100 * day)
+	check("after its lease", "GET", "writer", 11)
+	check("after its lease", "HEAD", "writer", 107)
 }

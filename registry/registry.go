@@ -127,6 +127,7 @@ func New(c Config) (*Registry, error) {
 		Store: c.Store, Index: c.Index, Locks: &r.locks, Enter: r.enter, Changed: r.aside.changed, Log: c.Log, Now: r.now,
 		ReadOnly: c.ReadOnly,
 	}
+	r.aside.at = -1
 	r.scrubber = upkeep.NewScrubber(c.Store, c.Index, c.Log, r.now, r.aside.changed)
 	r.scrubber.ReadOnly = c.ReadOnly
 	r.router = newRouter(r)
@@ -233,7 +234,7 @@ func (r *Registry) Collector() *upkeep.Collector { return r.collector }
 func (r *Registry) Scrubber() *upkeep.Scrubber { return r.scrubber }
 
 // errBehind: a change was perhaps kept by the store, and not by the index.
-var errBehind = errors.New("the store may hold changes that the index lacks")
+var errBehind = fmt.Errorf("%w: the store may hold changes that it lacks", upkeep.ErrNotLevel)
 
 // enter keeps the index as it is, and level with the store, until leave: what it does not know then, nothing refers to.
 func (r *Registry) enter(ctx context.Context) (leave func(), err error) {
@@ -266,9 +267,9 @@ func (r *Registry) level() error {
 	left := r.leftOut.Load()
 	switch {
 	case r.state.Load() == starting:
-		return errors.New("the index is being brought level with the store")
+		return fmt.Errorf("%w: it is being made so", upkeep.ErrNotLevel)
 	case left != nil && *left != "":
-		return fmt.Errorf("the index lacks a change that the store has kept, %s; the log of the start says why", *left)
+		return fmt.Errorf("%w: it lacks %s; the log of the start says why", upkeep.ErrNotLevel, *left)
 	case r.kept.behind():
 		return errBehind
 	}
@@ -277,35 +278,49 @@ func (r *Registry) level() error {
 
 // aside counts the blobs in quarantine. The count changes only by what this process does: it owns the store.
 type aside struct {
-	mu    sync.Mutex
-	known bool
-	n     int
+	changes atomic.Int64 // times that it may have changed
+	mu      sync.Mutex
+	at      int64 // changes, when n was counted last; -1: never
+	n       int
+	again   time.Time // when to try again after a failure
 }
+
+// The store is asked for at most asidePatience, as health is, and not again for asidePause after it failed.
+const (
+	asidePatience = 2 * time.Second
+	asidePause    = 10 * time.Second
+)
 
 // changed says that a blob may have been set aside or healed.
-func (a *aside) changed() {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	a.known = false
-}
+func (a *aside) changed() { a.changes.Add(1) }
 
+// count returns how many there are, or, with the error, how many there were when that could be found out last.
 func (a *aside) count(st blobstore.Store) (int, error) {
 	q, ok := st.(blobstore.Quarantine)
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	if !ok || a.known {
+	changes := a.changes.Load()
+	switch {
+	case !ok || changes == a.at:
 		return a.n, nil
+	case time.Now().Before(a.again):
+		return a.n, errAside
 	}
+	ctx, cancel := context.WithTimeout(context.Background(), asidePatience)
+	defer cancel()
 	n := 0
-	for _, err := range q.Aside(context.Background()) {
+	for _, err := range q.Aside(ctx) {
 		if err != nil {
+			a.again = time.Now().Add(asidePause)
 			return a.n, err
 		}
 		n++
 	}
-	a.known, a.n = true, n
+	a.at, a.n = changes, n
 	return n, nil
 }
+
+var errAside = errors.New("the quarantine could not be read a moment ago")
 
 // watermark knows up to which position of the store every ref is in the index. Refs are kept by many goroutines at a
 // time and reach the index in another order, so the position of the last one that did is not it.

@@ -85,7 +85,7 @@ func (c *collecting) run(ctx context.Context, stdout, stderr io.Writer) error {
 // upkeepError gives an error of upkeep its exit code.
 func upkeepError(err error) error {
 	switch {
-	case errors.Is(err, upkeep.ErrRunning):
+	case errors.Is(err, upkeep.ErrRunning), errors.Is(err, upkeep.ErrNotLevel):
 		return cli.Exit(cli.CodeTryAgain, err)
 	case errors.Is(err, upkeep.ErrReadOnly):
 		return cli.Hint(cli.Exit(cli.CodeUsage, err), "it was started with --read-only")

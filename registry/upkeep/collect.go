@@ -17,6 +17,8 @@ import (
 var (
 	// ErrRunning: the same is being done already.
 	ErrRunning = errors.New("one is running already")
+	// ErrNotLevel: the index does not know all that the store holds, so that nothing can be said to be unused.
+	ErrNotLevel = errors.New("the index is not level with the store")
 	// ErrReadOnly: the registry is read-only, so that nothing is removed.
 	ErrReadOnly = errors.New("the registry is read-only")
 	// ErrTooMuch: so large a share of the store would go that it looks like a mistake. Nothing was removed, or no more.
@@ -90,7 +92,7 @@ type Collector struct {
 	// Locks are held by all who make blobs referred to.
 	Locks *Locks
 	// Enter is called before the index is asked, and leave when what follows from the answer is done. Meanwhile the index
-	// must know all that the store holds; where it does not, Enter returns an error, which ends the collection.
+	// must know all that the store holds; where it does not, Enter returns ErrNotLevel, which ends the collection.
 	Enter func(context.Context) (leave func(), err error)
 	// Changed is called after a blob was removed from the quarantine.
 	Changed func()
@@ -114,8 +116,8 @@ type collectState struct {
 }
 
 // Collect counts first, and then removes what nothing refers to. It ends with an error at the first thing that it can't
-// find out, and never removes a blob in doubt. ErrRunning, ErrTooMuch, ErrReadOnly. What it returns is true also with
-// an error.
+// find out, and never removes a blob in doubt. ErrRunning, ErrTooMuch, ErrNotLevel, ErrReadOnly. What it returns is
+// true also with an error.
 func (c *Collector) Collect(ctx context.Context, t Terms) (Collection, error) {
 	if c.ReadOnly && !t.DryRun {
 		return Collection{}, fmt.Errorf("collect: %w", ErrReadOnly)

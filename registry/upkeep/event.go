@@ -43,7 +43,9 @@ type Failure struct {
 	Message string `json:"message"`
 }
 
-var reasons = map[string]error{"running": ErrRunning, "too-much": ErrTooMuch, "read-only": ErrReadOnly}
+var reasons = map[string]error{
+	"running": ErrRunning, "too-much": ErrTooMuch, "not-level": ErrNotLevel, "read-only": ErrReadOnly,
+}
 
 // FailureOf returns err for the other end of a socket.
 func FailureOf(err error) *Failure {
