@@ -64,7 +64,8 @@ type Store interface {
 	// Resume opens an upload again by its id, also after the process that created it is gone: at the last byte that was
 	// received and synced, with the hash state that belongs to it. ErrUploadUnknown.
 	Resume(ctx context.Context, id string) (Upload, error)
-	// Delete removes the copy that i names. A later upload of the same digest is untouched. ErrNotFound.
+	// Delete removes the copy that i names, also one that was set aside. A later upload of the same digest is untouched.
+	// ErrNotFound.
 	Delete(ctx context.Context, i Info) error
 	// List yields all blobs with a digest greater than after, in ascending order; zero means from the start.
 	List(ctx context.Context, after identity.Digest) iter.Seq2[Info, error]
