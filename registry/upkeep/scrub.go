@@ -316,21 +316,39 @@ func (s *Scrubber) setAside(ctx context.Context, i blobstore.Info, f Finding) Fi
 // scrubNote keeps in the index how far the pass is.
 const scrubNote = "scrub"
 
-// Run reads every blob once in an interval, in the order of digests, at a rate of bytes a second, and suspects at once,
-// until ctx ends. An interval of zero: suspects only. A pass that was interrupted by the end of the process goes on
-// where it was.
+// Run reads every blob once in an interval, in the order of digests, at a rate of bytes a second, and suspects at once
+// and as fast as it goes, until ctx ends. An interval of zero: suspects only. A pass that was interrupted by the end of
+// the process goes on where it was.
 func (s *Scrubber) Run(ctx context.Context, every time.Duration, rate int64) {
-	p := newPace(rate)
+	var both sync.WaitGroup
+	both.Go(func() { s.watch(ctx) })
+	defer both.Wait()
+	if every <= 0 {
+		return
+	}
 	if err := s.resume(ctx); err != nil && ctx.Err() == nil {
 		s.log.Error("scrub begins anew", "error", err)
 	}
-	for ctx.Err() == nil {
+	for p := newPace(rate); ctx.Err() == nil; {
 		err := s.step(ctx, every, p)
-		if err == nil || ctx.Err() != nil {
-			continue
+		if err != nil && ctx.Err() == nil {
+			s.log.Error("scrub goes on later", "error", err)
+			_ = wait(ctx, retryAfter) // the loop looks at ctx
 		}
-		s.log.Error("scrub goes on later", "error", err)
-		_ = wait(ctx, retryAfter) // the loop looks at ctx
+	}
+}
+
+// watch reads suspects. What can't be read now is left to the pass.
+func (s *Scrubber) watch(ctx context.Context) {
+	for p := newPace(0); ; {
+		select {
+		case d := <-s.suspects:
+			if _, err := s.digest(ctx, d, p); err != nil && ctx.Err() == nil {
+				s.log.Error("suspect blob not read", "digest", d.String(), "error", err)
+			}
+		case <-ctx.Done():
+			return
+		}
 	}
 }
 
@@ -343,37 +361,18 @@ func (s *Scrubber) resume(ctx context.Context) error {
 	return err
 }
 
-// step reads some blobs of the pass that is due, or waits until there is something to do.
+// step reads some blobs of the pass that is under way, or waits until the next one is due and begins it.
 func (s *Scrubber) step(ctx context.Context, every time.Duration, p *pace) error {
-	now := s.now()
 	state := s.Pass()
-	due := state.Began.Add(every)
-	switch {
-	case every <= 0:
-		return s.idle(ctx, nil, p)
-	case state.Ended.IsZero() && !state.Began.IsZero():
-		return s.leg(ctx, p)
-	case due.After(now):
-		t := time.NewTimer(due.Sub(now))
-		defer t.Stop()
-		return s.idle(ctx, t.C, p)
+	if state.Began.IsZero() || !state.Ended.IsZero() {
+		if err := wait(ctx, state.Began.Add(every).Sub(s.now())); err != nil {
+			return err
+		}
+		s.mu.Lock()
+		s.state = Scrubbing{Began: s.now()}
+		s.mu.Unlock()
 	}
-	s.mu.Lock()
-	s.state = Scrubbing{Began: now}
-	s.mu.Unlock()
 	return s.leg(ctx, p)
-}
-
-// idle waits for a suspect, which it reads, or for the time.
-func (s *Scrubber) idle(ctx context.Context, due <-chan time.Time, p *pace) error {
-	select {
-	case d := <-s.suspects:
-		_, err := s.digest(ctx, d, p)
-		return err
-	case <-due:
-	case <-ctx.Done():
-	}
-	return ctx.Err()
 }
 
 // leg goes on with the pass for some seconds and keeps where it is. A listing is not held open for longer, as a store
@@ -407,13 +406,8 @@ func (s *Scrubber) leg(ctx context.Context, p *pace) error {
 	return errors.Join(failed, save(context.WithoutCancel(ctx), s.ix, scrubNote, state))
 }
 
-// next reads the next blob of the pass, and suspects before it.
+// next reads the next blob of the pass.
 func (s *Scrubber) next(ctx context.Context, i blobstore.Info, p *pace) error {
-	for len(s.suspects) > 0 {
-		if _, err := s.digest(ctx, <-s.suspects, p); err != nil {
-			return err
-		}
-	}
 	f, err := s.blob(ctx, i, p)
 	if err != nil {
 		return err
