@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"iter"
+	"log/slog"
 	"strings"
 	"sync"
 	"testing"
@@ -363,5 +364,29 @@ func TestLeftOut(t *testing.T) {
 	}
 	if _, err := r.reg.Collector().Collect(t.Context(), upkeep.Terms{}); err == nil {
 		t.Error("an index that was made anew knows nothing of it")
+	}
+}
+
+// TestHeldAtTheLastMoment: a reference that comes after a blob was found unused, and before it is removed, keeps it.
+func TestHeldAtTheLastMoment(t *testing.T) {
+	h := new(hands)
+	r := newRig(t, func(r *rig) { r.clock = h.clock })
+	d := r.blob("a", []byte("content"))
+	h.forward(week)
+	asked := 0
+	c := &upkeep.Collector{
+		Store: r.store, Index: r.ix, Locks: new(upkeep.Locks), Changed: func() {}, Now: h.clock,
+		Log: slog.New(slog.DiscardHandler),
+	}
+	c.Enter = func(ctx context.Context) (func(), error) {
+		if asked++; asked < 3 { // when it is counted, and when it is found again
+			return func() {}, nil
+		}
+		link := index.LinkBlob{Repo: "b", Digest: d, Size: 7, Until: h.clock().Add(time.Hour)}
+		return func() {}, r.ix.Apply(ctx, link)
+	}
+	did, err := c.Collect(t.Context(), upkeep.Terms{Force: true})
+	if err != nil || asked != 3 || did.Unused.Blobs != 1 || did.Removed.Blobs != 0 || len(r.stored()) != 1 {
+		t.Errorf("asked %d times, %v, %+v", asked, err, did)
 	}
 }
