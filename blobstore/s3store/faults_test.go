@@ -2,6 +2,7 @@ package s3store
 
 import (
 	"net/http"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -26,18 +27,16 @@ var classes = map[string]tests3.Match{
 // TestFaults: whatever goes wrong with any kind of request, the clients get their work done, nothing is ever shown
 // that is not right, and nothing is left behind.
 func TestFaults(t *testing.T) {
+	t.Parallel()
 	for name, c := range map[string]struct {
 		times int
 		fault func() tests3.Fault
 	}{
 		"reset":                      {2, func() tests3.Fault { return reset }},
-		"500":                        {3, func() tests3.Fault { return tests3.Answer(500, "InternalError") }},
-		"503":                        {3, func() tests3.Fault { return tests3.Answer(503, "SlowDown") }},
-		"429":                        {3, func() tests3.Fault { return tests3.Answer(429, "TooManyRequests") }},
+		"500, 503 and 429":           {3, overload},
 		"409":                        {2, func() tests3.Fault { return tests3.Answer(409, "OperationAborted") }},
 		"200 that is an error":       {2, func() tests3.Fault { return tests3.Answer(200, "InternalError") }},
-		"done, then reset":           {1, func() tests3.Fault { return tests3.Persisted(reset) }},
-		"done, then 500":             {2, func() tests3.Fault { return tests3.Persisted(tests3.Answer(500, "InternalError")) }},
+		"done, then reset or 500":    {2, doneOnly},
 		"body cut":                   {2, func() tests3.Fault { return tests3.CutRequest(100) }},
 		"answer cut":                 {2, func() tests3.Fault { return tests3.CutAnswer(50) }},
 		"body changed":               {2, func() tests3.Fault { return tests3.FlipRequest(40) }},
@@ -69,11 +68,30 @@ func TestFaults(t *testing.T) {
 	}
 }
 
+// overload answers as a server does that has too much to do, in one way after the other.
+func overload() tests3.Fault {
+	return inTurn(tests3.Answer(500, "InternalError"), tests3.Answer(503, "SlowDown"), tests3.Answer(429, "TooManyRequests"))
+}
+
+// doneOnly lets the server do what is asked, and drops its answer.
+func doneOnly() tests3.Fault {
+	return inTurn(tests3.Persisted(reset), tests3.Persisted(tests3.Answer(500, "InternalError")))
+}
+
+// inTurn breaks one request after the other in another way.
+func inTurn(faults ...tests3.Fault) tests3.Fault {
+	var n atomic.Int64
+	return func(next http.Handler) http.Handler {
+		return faults[int(n.Add(1)-1)%len(faults)](next)
+	}
+}
+
 // stallBeforeAnswer lets the server do what is asked, and keeps its answer back.
 func stallBeforeAnswer() tests3.Fault { return tests3.Persisted(tests3.Stall(tests3.NewGate())) }
 
 // TestEveryThird: every third request of whatever kind is lost, or carried out without an answer.
 func TestEveryThird(t *testing.T) {
+	t.Parallel()
 	for name, fault := range map[string]tests3.Fault{"lost": reset, "done": tests3.Persisted(reset)} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -90,6 +108,7 @@ func TestEveryThird(t *testing.T) {
 
 // TestReaderGoesOn: a reader goes on where an answer broke off or stalled, and gives up when none brings anything.
 func TestReaderGoesOn(t *testing.T) {
+	t.Parallel()
 	for name, fault := range map[string]tests3.Fault{
 		"cut": tests3.CutAnswer(100_001), "stall": tests3.StallAnswer(100_001, tests3.NewGate()),
 		"reset": reset, "500": tests3.Answer(500, "InternalError"),

@@ -20,10 +20,11 @@ func changes(r *http.Request) bool { return r.Method != http.MethodGet && r.Meth
 // TestTwice: everything that changes something comes again when all is done, once in the same order, and once without
 // what removes. Uploads may come to life by that; going on with them or dropping them harms nothing.
 func TestTwice(t *testing.T) {
+	t.Parallel()
 	removes := func(r *http.Request) bool { return r.Method == http.MethodDelete }
 	for name, match := range map[string]tests3.Match{
 		"all": changes, "all but removals": but(removes, changes), "removals": removes,
-		"states": statePut, "states that are first": tests3.First(1, statePut), "tails": tailPut, "markers": markerPut,
+		"states that are first": tests3.First(1, statePut),
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -72,6 +73,7 @@ func (l *late) arrive() (done int) {
 
 // TestLateMarker: a marker that shows a copy comes when that copy was given up, or deleted.
 func TestLateMarker(t *testing.T) {
+	t.Parallel()
 	for name, size := range map[string]int{"whole": 3000, "in parts": partOf + 3000} {
 		for _, named := range []bool{true, false} {
 			t.Run(name, func(t *testing.T) {

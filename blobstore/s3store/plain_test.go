@@ -35,6 +35,7 @@ func unconditional(t testing.TB) func(http.RoundTripper) http.RoundTripper {
 
 // TestPlainStore runs the suite on a server without conditional writes.
 func TestPlainStore(t *testing.T) {
+	t.Parallel()
 	storetest.Run(t, func(t testing.TB) storetest.Medium {
 		return &medium{Config: place(t), transport: unconditional(t)}
 	})
@@ -43,6 +44,7 @@ func TestPlainStore(t *testing.T) {
 // TestPlainServer: whether the server refuses conditions or passes over them, the store works, and its operator is told
 // what that means.
 func TestPlainServer(t *testing.T) {
+	t.Parallel()
 	for name, refuses := range map[string]bool{"refuses": true, "passes over": false} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()

@@ -155,12 +155,25 @@ func (m *medium) Check(t testing.TB) {
 	}
 }
 
-func TestStore(t *testing.T) { storetest.Run(t, newMedium) }
+func TestStore(t *testing.T) {
+	t.Parallel()
+	storetest.Run(t, newMedium)
+}
 
-// TestStoreInParts runs the fault grid with an upload of several parts.
+// TestStoreInParts runs the fault grid with an upload of two parts: where the first is sent, and where it is there.
 func TestStoreInParts(t *testing.T) {
-	const mib = 1 << 20
-	storetest.RunFaults(t, storetest.Sizes{Upload: 10*mib + 1000, Received: 5*mib + 1000}, func(t testing.TB) storetest.Medium {
-		return &medium{Config: place(t), part: 5 * mib}
-	})
+	t.Parallel()
+	make := func(t testing.TB) storetest.Medium { return &medium{Config: place(t), part: partOf} }
+	for name, c := range map[string]struct {
+		received int
+		actions  []string
+	}{
+		"first":  {partOf - 500, []string{"append", "finish"}},
+		"second": {partOf + 500, []string{"append", "finish", "commit", "abort", "mismatch"}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			sizes := storetest.Sizes{Upload: partOf + 1000, Received: c.received}
+			storetest.RunFaults(t, sizes, make, c.actions...)
+		})
+	}
 }

@@ -95,13 +95,16 @@ var actions = []action{
 type Sizes struct{ Upload, Received int }
 
 // RunFaults lets every change that every action makes fail once, lost and persisted. Run does so with an upload of less
-// than a MiB.
-func RunFaults(t *testing.T, sizes Sizes, makeMedium func(t testing.TB) Medium) {
+// than a MiB. The actions may be named: append, commit and so on.
+func RunFaults(t *testing.T, sizes Sizes, makeMedium func(t testing.TB) Medium, only ...string) {
 	all := actions
 	if probe(t, makeMedium).quarantine {
 		all = slices.Concat(actions, asideActions)
 	}
 	for _, a := range all {
+		if len(only) > 0 && !slices.Contains(only, a.name) {
+			continue
+		}
 		for _, persist := range []bool{false, true} {
 			fate := map[bool]string{false: "lost", true: "persisted"}[persist]
 			t.Run(a.name+" "+fate, func(t *testing.T) {
