@@ -78,6 +78,9 @@ func (st *Store) Stat(ctx context.Context, d identity.Digest) (blobstore.Info, e
 	l, o, err := st.readLive(ctx, d)
 	if errors.Is(err, bucket.ErrAbsent) || err == nil && l.Copy == "" {
 		err = blobstore.ErrNotFound
+		if _, ok := st.asideOf(d); ok {
+			err = blobstore.ErrQuarantined
+		}
 	}
 	if err != nil {
 		return blobstore.Info{}, fmt.Errorf("stat blob %s: %w", d, err)
@@ -101,6 +104,13 @@ func (st *Store) Open(ctx context.Context, i blobstore.Info, off, n int64) (io.R
 func (st *Store) openRange(ctx context.Context, i blobstore.Info, off, n int64) (*reader, error) {
 	if !validCopy(i.Generation) {
 		return nil, blobstore.ErrNotFound
+	}
+	if n, ok := st.asideOf(i.Digest); ok && n.Copy == i.Generation {
+		if l, _, err := st.readLive(ctx, i.Digest); err != nil {
+			return nil, err
+		} else if l.Copy != i.Generation {
+			return nil, blobstore.ErrQuarantined
+		}
 	}
 	if off < 0 || off > i.Size {
 		return nil, fmt.Errorf("offset %d is outside of its %d bytes", off, i.Size)
@@ -207,6 +217,9 @@ func (st *Store) delete(ctx context.Context, i blobstore.Info) error {
 	if err != nil {
 		return err
 	}
+	if n, ok := st.asideOf(i.Digest); ok && n.Copy == i.Generation {
+		return st.release(ctx, i.Digest)
+	}
 	if err := st.removeCopy(ctx, i.Digest, i.Generation); err != nil {
 		return err
 	}
@@ -309,6 +322,9 @@ func (st *Store) publish(ctx context.Context, d identity.Digest, copy string, si
 		}
 		if err == nil && only != (bucket.Condition{}) {
 			_, err = st.putIf(ctx, st.blobKey(d, liveName), body, only)
+		}
+		if err == nil {
+			err = st.release(ctx, d)
 		}
 		if err == nil {
 			return st.Stat(ctx, d)

@@ -8,6 +8,7 @@
 //	unnamed/ID                  the bytes of a copy whose digest was not known when the first of them came
 //	uploads/ID                  an open upload, see session.go
 //	tails/ID/OFFSET             its bytes after the last whole part
+//	aside/HEX                   why a copy was set aside, see quarantine.go
 //	refs/NUMBER                 the refs, a log of objects, see refs.go
 //
 // Other keys are left alone. JSON is followed by a checksum on a line of its own. Bytes are verified before a copy is shown: the registry hashes what it receives, and the
@@ -30,6 +31,7 @@ import (
 
 	"github.com/kiln-registry/kiln-registry/blobstore"
 	"github.com/kiln-registry/kiln-registry/blobstore/s3store/bucket"
+	"github.com/kiln-registry/kiln-registry/identity"
 )
 
 const markerName = "store.json"
@@ -62,12 +64,12 @@ type Options struct {
 	limits bucket.Options // but Transport and Tries
 }
 
-// Store is a store in a bucket. It implements blobstore.Store, Uploads and Refs.
+// Store is a store in a bucket. It implements blobstore.Store, Uploads, Refs, Quarantine and Sweeper.
 type Store struct {
 	b           *bucket.Bucket
 	id          string
 	notify      func(string)
-	conditional bool // the server has bucket.Conditional writes
+	conditional bool // the server has conditional writes
 	owner       *owner
 	closed      atomic.Bool
 	pieces      sync.Pool // *[pieceSize]byte
@@ -75,17 +77,20 @@ type Store struct {
 	partMin     int64     // smallest size of a part but the last; less in tests
 	saveEvery   int64     // bytes
 
-	mu     sync.Mutex // guards active
+	mu     sync.Mutex // guards active and aside
 	active map[string]*session
+	aside  map[identity.Digest]note // what is set aside, as far as this process knows
 
-	serial sync.Mutex // held around changes that a server with bucket.Conditional writes would order
+	serial sync.Mutex // held around changes that a server with conditional writes would order
 	log    refLog
 }
 
 var (
-	_ blobstore.Store   = (*Store)(nil)
-	_ blobstore.Uploads = (*Store)(nil)
-	_ blobstore.Refs    = (*Store)(nil)
+	_ blobstore.Store      = (*Store)(nil)
+	_ blobstore.Uploads    = (*Store)(nil)
+	_ blobstore.Refs       = (*Store)(nil)
+	_ blobstore.Quarantine = (*Store)(nil)
+	_ blobstore.Sweeper    = (*Store)(nil)
 )
 
 type marker struct {
@@ -201,7 +206,7 @@ func Open(ctx context.Context, c Config, o Options) (*Store, error) {
 	if err != nil {
 		return nil, err
 	}
-	st := &Store{b: b, notify: o.Notify, active: map[string]*session{}, partMin: partMin, saveEvery: saveEvery}
+	st := &Store{b: b, notify: o.Notify, active: map[string]*session{}, aside: map[identity.Digest]note{}, partMin: partMin, saveEvery: saveEvery}
 	if st.notify == nil {
 		st.notify = func(string) {}
 	}
@@ -225,6 +230,9 @@ func (st *Store) open(ctx context.Context, o Options) error {
 	if !st.conditional {
 		st.notify(fmt.Sprintf("%s has no conditional writes: nothing keeps two registries from writing to %s at a time",
 			st.b.Endpoint, st.b.Config))
+	}
+	if err := st.loadAside(ctx); err != nil {
+		return err
 	}
 	if !o.Exclusive {
 		return nil

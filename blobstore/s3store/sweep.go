@@ -17,7 +17,7 @@ import (
 // that were hidden or never shown. It lists the whole store.
 func (st *Store) Sweep(ctx context.Context, before time.Time) (removed int, err error) {
 	for _, sweep := range []func(context.Context, time.Time) (int, error){
-		st.sweepUploads, st.sweepMultiparts, st.sweepCopies, st.sweepTails,
+		st.sweepUploads, st.sweepMultiparts, st.sweepNotes, st.sweepCopies, st.sweepTails,
 	} {
 		n, err := sweep(ctx, before)
 		removed += n
@@ -128,6 +128,11 @@ func (st *Store) sweepCopy(ctx context.Context, g group, name string) (removed b
 		return false, err
 	case l.Copy == name:
 		return false, nil
+	}
+	if n, err := st.readNote(ctx, g.digest); err == nil && n.Copy == name {
+		return false, nil // set aside for people to look at
+	} else if err != nil && !errors.Is(err, bucket.ErrAbsent) {
+		return false, err
 	}
 	if err := st.change(ctx); err != nil {
 		return false, err
