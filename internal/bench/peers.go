@@ -207,17 +207,23 @@ func (b *bench) manifestRates(ctx context.Context) ([]row, error) {
 		return nil, err
 	}
 	onTop := func(n int) string { return fmt.Sprintf("manifests a second on top of %d: ", n) }
-	crowd := slices.Clone(one[n:])
-	crowd[0] = together[0]
+	crowd := slices.Clone(one.rate[n:])
+	crowd[0] = together.rate[0]
+	many := fmt.Sprintf("%d pushers", pushers)
 	return []row{
-		one[:n].against(all, onTop(few)+"one pusher / best peer's", "%.0f", more).atLeast(1),
-		one[n:].against(all, onTop(b.pushes)+"one pusher / best peer's", "%.0f", more).atLeast(1),
-		series{one[n], one[0]}.against([]contender{{name: fmt.Sprint(b.pushes)}, {name: fmt.Sprint(few)}},
+		one.rate[:n].against(all, onTop(few)+"one pusher / best peer's", "%.0f", more).atLeast(1),
+		one.rate[n:].against(all, onTop(b.pushes)+"one pusher / best peer's", "%.0f", more).atLeast(1),
+		series{one.rate[n], one.rate[0]}.against([]contender{{name: fmt.Sprint(b.pushes)}, {name: fmt.Sprint(few)}},
 			fmt.Sprintf("one pusher on top of %d / on top of %d", b.pushes, few), "%.0f", more).atLeast(1 / 1.15),
-		crowd.against(all, fmt.Sprintf("%s%d pushers / best peer's one", onTop(b.pushes), pushers), "%.0f", more).atLeast(5),
-		together.against(all, fmt.Sprintf("%s%d pushers / best peer's %[2]d", onTop(b.pushes), pushers), "%.0f", more),
+		crowd.against(all, onTop(b.pushes)+many+" / best peer's one", "%.0f", more).atLeast(5),
+		together.rate.against(all, onTop(b.pushes)+many+" / best peer's "+many, "%.0f", more),
+		one.cpu[n:].against(all, "server CPU a manifest: one pusher / best peer's", "%.2f ms", less),
+		together.cpu.against(all, "server CPU a manifest: "+many+" / best peer's", "%.2f ms", less),
 	}, nil
 }
+
+// pace is how many manifests a second went in, and what one cost in milliseconds of the server's processor time.
+type pace struct{ rate, cpu series }
 
 // stock starts a contender and fills its repository.
 func (b *bench) stock(ctx context.Context, c contender, held int) (*filling, error) {
@@ -237,19 +243,24 @@ func (b *bench) stock(ctx context.Context, c contender, held int) (*filling, err
 }
 
 // rates measures, in turns, how many more manifests a second so many pushers put into each repository.
-func (b *bench) rates(ctx context.Context, repositories []*filling, pushers, count int) (series, error) {
-	rates := make(series, len(repositories))
+func (b *bench) rates(ctx context.Context, repositories []*filling, pushers, count int) (pace, error) {
+	p := pace{make(series, len(repositories)), make(series, len(repositories))}
 	for round := range 2 * b.rounds {
 		err := inTurn(round, len(repositories), func(i int) error {
-			took, err := b.pushMany(ctx, repositories[i], pushers, count)
-			rates.add(i, float64(count)/took.Seconds())
+			var took time.Duration
+			cpu, err := repositories[i].During(func() (err error) {
+				took, err = b.pushMany(ctx, repositories[i], pushers, count)
+				return err
+			})
+			p.rate.add(i, float64(count)/took.Seconds())
+			p.cpu.add(i, cpu*1e3/float64(count))
 			return err
 		})
 		if err != nil {
-			return nil, err
+			return p, err
 		}
 	}
-	return rates, nil
+	return p, nil
 }
 
 // pushMany pushes the next count manifests, so many at a time, and returns how long it took.
