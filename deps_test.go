@@ -49,6 +49,7 @@ var imports = map[string]string{
 // anyOurs are the prefixes whose packages may import whatever of ours they wire together; the value lists the modules.
 var anyOurs = map[string]string{
 	"cmd/":           "github.com/spf13/cobra github.com/vbauerster/mpb/v8 go.yaml.in/yaml/v3 golang.org/x/term golang.org/x/sys",
+	"internal/chaos": "golang.org/x/sys",
 	"internal/bench": "golang.org/x/sync golang.org/x/sys",
 	"internal/cli":   "github.com/spf13/cobra github.com/spf13/pflag github.com/vbauerster/mpb/v8 go.yaml.in/yaml/v3 golang.org/x/term",
 }

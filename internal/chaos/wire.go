@@ -1,0 +1,148 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"path/filepath"
+	"time"
+
+	"github.com/kiln-registry/kiln-registry/api"
+	"github.com/kiln-registry/kiln-registry/index"
+	"github.com/kiln-registry/kiln-registry/registry/upkeep"
+)
+
+// wire sends requests to the server that runs now.
+type wire struct {
+	url    string
+	client *http.Client
+	admin  *http.Client // speaks to the administration socket
+}
+
+// requestLimit is how long an answer may take: nothing here is large.
+const requestLimit = 30 * time.Second
+
+// wire returns a wire to the server, which is ready.
+func (v *server) wire() *wire {
+	return &wire{v.url, &http.Client{
+		Transport: &http.Transport{MaxIdleConnsPerHost: 64, DisableCompression: true}, Timeout: requestLimit,
+	}, socketClient(v.state)}
+}
+
+func (w *wire) close() { w.client.CloseIdleConnections() }
+
+// answer is an answer to a request.
+type answer struct {
+	status int
+	header http.Header
+	body   []byte
+	broken error // the body ended too early
+}
+
+// code returns the code of an error's answer; empty if it has none.
+func (a answer) code() api.Code {
+	var e api.Errors
+	if json.Unmarshal(a.body, &e) != nil || len(e.Errors) == 0 {
+		return ""
+	}
+	return e.Errors[0].Code
+}
+
+func (a answer) String() string { return fmt.Sprintf("%d %.200s", a.status, a.body) }
+
+// do sends a request and reads the answer. An error says that none came. header is pairs of name and value.
+func (w *wire) do(method, path string, body []byte, header ...string) (a answer, err error) {
+	req, err := http.NewRequest(method, w.url+path, bytes.NewReader(body))
+	if err != nil {
+		return a, err
+	}
+	for i := 0; i < len(header); i += 2 {
+		req.Header.Set(header[i], header[i+1])
+	}
+	res, err := w.client.Do(req)
+	if err != nil {
+		return a, err
+	}
+	defer res.Body.Close()
+	a = answer{status: res.StatusCode, header: res.Header}
+	a.body, a.broken = io.ReadAll(res.Body)
+	return a, nil
+}
+
+// json reads a document, which must be there.
+func (w *wire) json(path string, v any) error {
+	a, err := w.do("GET", path, nil)
+	if err == nil {
+		err = a.broken
+	}
+	if err != nil {
+		return err
+	}
+	if a.status != http.StatusOK {
+		return fmt.Errorf("GET %s: %s", path, a)
+	}
+	return json.Unmarshal(a.body, v)
+}
+
+// socketClient speaks to the administration socket in a state folder.
+func socketClient(state string) *http.Client {
+	return &http.Client{Timeout: requestLimit, Transport: &http.Transport{
+		DisableKeepAlives: true,
+		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
+			var d net.Dialer
+			return d.DialContext(ctx, "unix", filepath.Join(state, "admin.sock"))
+		},
+	}}
+}
+
+// export reads all manifests and tags of the server.
+func (w *wire) export() (rows []index.Row, err error) {
+	res, err := w.admin.Get("http://registry/export")
+	if err != nil {
+		return nil, err
+	}
+	defer res.Body.Close()
+	if res.StatusCode != http.StatusOK {
+		return nil, fmt.Errorf("export: %s", res.Status)
+	}
+	dec := json.NewDecoder(res.Body)
+	for {
+		var r index.Row
+		if err := dec.Decode(&r); err == io.EOF {
+			return rows, nil
+		} else if err != nil {
+			return rows, fmt.Errorf("export: %w", err)
+		}
+		rows = append(rows, r)
+	}
+}
+
+// operate has the server do something by its administration socket. An error that is errNoAnswer says that it may have
+// been done, or a part of it.
+func (w *wire) operate(path string) error {
+	res, err := w.admin.Post("http://registry"+path, "", nil)
+	if err != nil {
+		return fmt.Errorf("%w to %s: %w", errNoAnswer, path, err)
+	}
+	defer res.Body.Close()
+	b, err := io.ReadAll(res.Body)
+	switch {
+	case err != nil:
+		return fmt.Errorf("%w to %s to the end: %w", errNoAnswer, path, err)
+	case res.StatusCode != http.StatusOK || bytes.Contains(b, []byte(`"error":`)):
+		return fmt.Errorf("%s: %s %s", path, res.Status, b)
+	}
+	return nil
+}
+
+// collect removes all blobs that nothing refers to, however young.
+func (w *wire) collect() error {
+	return w.operate("/collect?" + upkeep.Terms{MaxShare: 1, Force: true}.Query().Encode())
+}
+
+// scrub reads all blobs, and sets aside those that are damaged.
+func (w *wire) scrub() error { return w.operate("/scrub?" + upkeep.Order{}.Query().Encode()) }
