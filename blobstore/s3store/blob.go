@@ -52,8 +52,8 @@ func (st *Store) bytesKey(d identity.Digest, name string) string {
 // keyCopy returns the upload whose bytes are at key.
 func keyCopy(key string) string { return path.Base(key) }
 
-// readLive reads the marker of a blob. The copy is empty if none is shown; bucket.ErrAbsent if there never was one. With
-// blobstore.ErrDamaged the marker is as it is.
+// readLive reads the marker of a blob. The copy is empty if none is shown. bucket.ErrAbsent if there never was one;
+// with blobstore.ErrDamaged the object is returned as it is.
 func (st *Store) readLive(ctx context.Context, d identity.Digest) (l live, o bucket.Object, err error) {
 	o, err = st.b.Get(ctx, st.blobKey(d, liveName), smallObject, func(body []byte) error {
 		l = live{}

@@ -70,7 +70,8 @@ func TestFaults(t *testing.T) {
 
 // overload answers as a server does that has too much to do, in one way after the other.
 func overload() tests3.Fault {
-	return inTurn(tests3.Answer(500, "InternalError"), tests3.Answer(503, "SlowDown"), tests3.Answer(429, "TooManyRequests"))
+	return inTurn(
+		tests3.Answer(500, "InternalError"), tests3.Answer(503, "SlowDown"), tests3.Answer(429, "TooManyRequests"))
 }
 
 // doneOnly lets the server do what is asked, and drops its answer.

@@ -83,7 +83,11 @@ func TestChangedMarkerOfStore(t *testing.T) {
 	s.open(Options{})
 }
 
-const wrongCRC, wrongSHA, wrongTag = "AAAAAA==", "AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=", `"00000000000000000000000000000000"`
+const (
+	wrongCRC = "AAAAAA=="
+	wrongSHA = "AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA="
+	wrongTag = `"00000000000000000000000000000000"`
+)
 
 var checksumElement = regexp.MustCompile("<ChecksumCRC32C>[^<]*</ChecksumCRC32C>")
 
@@ -105,8 +109,9 @@ func TestLies(t *testing.T) {
 		match tests3.Match
 		fault tests3.Fault
 	}
-	crc, sha := tests3.AnswerHeader("X-Amz-Checksum-Crc32c", wrongCRC), tests3.AnswerHeader("X-Amz-Checksum-Sha256", wrongSHA)
-	tag := tests3.AnswerHeader("Etag", wrongTag)
+	crc := tests3.AnswerHeader("X-Amz-Checksum-Crc32c", wrongCRC)
+	sha := tests3.AnswerHeader("X-Amz-Checksum-Sha256", wrongSHA)
+	tag, none := tests3.AnswerHeader("Etag", wrongTag), tests3.Answer(404, "NoSuchKey")
 	for name, c := range map[string]struct {
 		size  int
 		lies  []lie
@@ -116,7 +121,7 @@ func TestLies(t *testing.T) {
 		"tag of a part":                     {partOf + 9, []lie{{partPut, tag}}, false},
 		"checksum of parts":                 {partOf + 9, []lie{{complete, completeSays(wrongCRC)}}, true},
 		"checksum of parts, also later":     {partOf + 9, []lie{{complete, completeSays(wrongCRC)}, {bytesHead, crc}}, false},
-		"no parts are there":                {partOf + 9, []lie{{complete, completeSays("")}, {bytesHead, tests3.Answer(404, "NoSuchKey")}}, false},
+		"no parts are there":                {partOf + 9, []lie{{complete, completeSays("")}, {bytesHead, none}}, false},
 		"parts are of no upload":            {partOf + 9, []lie{{complete, tests3.Answer(404, "NoSuchUpload")}}, false},
 		"parts are wrong":                   {partOf + 9, []lie{{complete, tests3.Answer(400, "InvalidPart")}}, false},
 		"checksum of what is less":          {900, []lie{{bytesPut, sha}}, false},
@@ -196,7 +201,8 @@ func TestNoChecksums(t *testing.T) {
 				}
 				wrong := bytes.Clone(b)
 				wrong[size-7] ^= 1
-				_, err := client.PutObject(s.ctx, s.direct.Bucket, key, bytes.NewReader(wrong), int64(size), minio.PutObjectOptions{})
+				_, err := client.PutObject(s.ctx, s.direct.Bucket, key, bytes.NewReader(wrong), int64(size),
+					minio.PutObjectOptions{})
 				if err != nil {
 					t.Error(err)
 				}

@@ -65,7 +65,8 @@ func TestPlaces(t *testing.T) {
 	other, err := seal(marker{"another program", 1, "X"})
 	s.must(err)
 	for name, body := range map[string]string{
-		"empty": "", "junk": "junk", "not-sealed": `{"format":"kiln-store","version":1,"id":"X"}` + "\n", "other": string(other),
+		"empty": "", "junk": "junk", "other": string(other),
+		"not-sealed": `{"format":"kiln-store","version":1,"id":"X"}` + "\n",
 	} {
 		put(at(name), markerName, body)
 		says(name, open(at(name)), blobstore.ErrDamaged, "store.json is not what this program writes")
@@ -77,7 +78,8 @@ func TestPlaces(t *testing.T) {
 	says("no bucket", open(absent), nil, "open store: there is no bucket \"not-there\"")
 	says("no bucket", Init(s.ctx, absent), nil, "there is no bucket \"not-there\"")
 	s.proxy.On(tests3.Is(tests3.PutObject), tests3.Answer(403, "AccessDenied"))
-	says("read only", open(at("take")), nil, "open store: these credentials may not s3:PutObject on s3://"+s.via.Bucket+"/take/store.json")
+	says("read only", open(at("take")), nil,
+		"open store: these credentials may not s3:PutObject on s3://"+s.via.Bucket+"/take/store.json")
 }
 
 // TestIdentity: a store keeps its identity, and two have different ones.

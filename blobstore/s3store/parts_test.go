@@ -120,6 +120,9 @@ func TestTails(t *testing.T) {
 		t.Errorf("%+v of %d bytes", i, len(b))
 	}
 	s.holds(st, b)
+	for o, err := range st.b.List(s.ctx, st.b.Key(tailsName), "", 0) {
+		t.Errorf("%s is left although its bytes are elsewhere: %v", o.Key, err)
+	}
 	s.clean()
 }
 

@@ -416,7 +416,9 @@ func (s *session) saveState(ctx context.Context) error {
 	for tries := 0; ; tries++ {
 		etag, err := s.st.putIf(ctx, s.st.stateKey(s.id), body, bucket.Condition{Absent: s.etag == "", ETag: s.etag})
 		if err == nil {
+			before := s.saved.Tails
 			s.etag, s.saved = etag, s.cur.clone()
+			s.dropTails(ctx, before)
 			return nil
 		}
 		if !errors.Is(err, bucket.ErrConflict) && !errors.Is(err, bucket.ErrAbsent) || tries > 1 {
@@ -431,6 +433,16 @@ func (s *session) saveState(ctx context.Context) error {
 			return blobstore.ErrUploadBusy
 		}
 		s.etag = o.ETag
+	}
+}
+
+// dropTails removes those that the state no longer names, as their bytes are in a part by now. What can't be removed is
+// left to Sweep.
+func (s *session) dropTails(ctx context.Context, before []tail) {
+	for _, t := range before {
+		if !slices.Contains(s.saved.Tails, t) && s.st.b.Remove(ctx, s.tailKey(t.Name)) != nil {
+			return
+		}
 	}
 }
 

@@ -11,8 +11,8 @@
 //	aside/HEX                   why a copy was set aside, see quarantine.go
 //	refs/NUMBER                 the refs, a log of objects, see refs.go
 //
-// Other keys are left alone. JSON is followed by a checksum on a line of its own. Bytes are verified before a copy is shown: the registry hashes what it receives, and the
-// server confirms what it stored by a checksum, or is read back.
+// Other keys are left alone. JSON is followed by a checksum on a line of its own. Bytes are verified before a copy is
+// shown: the registry hashes what it receives, and the server confirms what it stored by a checksum, or is read back.
 package s3store
 
 import (

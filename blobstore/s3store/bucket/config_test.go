@@ -12,15 +12,16 @@ import (
 )
 
 func TestParse(t *testing.T) {
+	const aws = "s3.amazonaws.com"
 	for raw, want := range map[string]Config{
-		"s3://models":                                  {Bucket: "models", Endpoint: "s3.amazonaws.com"},
-		"s3://models/":                                 {Bucket: "models", Endpoint: "s3.amazonaws.com"},
-		"s3://models/a/b/?region=eu-west-1":            {Bucket: "models", Prefix: "a/b", Endpoint: "s3.amazonaws.com", Region: "eu-west-1"},
+		"s3://models":                                  {Bucket: "models", Endpoint: aws},
+		"s3://models/":                                 {Bucket: "models", Endpoint: aws},
+		"s3://models/a/b/?region=mars-1":               {Bucket: "models", Prefix: "a/b", Endpoint: aws, Region: "mars-1"},
 		"s3://models?endpoint=s3.example.org":          {Bucket: "models", Endpoint: "s3.example.org"},
 		"s3://models?endpoint=https://s3.example:9000": {Bucket: "models", Endpoint: "s3.example:9000"},
 		"s3://models?endpoint=http://10.0.0.1:9000/":   {Bucket: "models", Endpoint: "10.0.0.1:9000", Insecure: true},
-		"s3://models?ca-file=/etc/ca.pem":              {Bucket: "models", Endpoint: "s3.amazonaws.com", CAFile: "/etc/ca.pem"},
-		"s3://models/%C3%BC%20x":                       {Bucket: "models", Prefix: "ü x", Endpoint: "s3.amazonaws.com"},
+		"s3://models?ca-file=/etc/ca.pem":              {Bucket: "models", Endpoint: aws, CAFile: "/etc/ca.pem"},
+		"s3://models/%C3%BC%20x":                       {Bucket: "models", Prefix: "ü x", Endpoint: aws},
 	} {
 		got, err := Parse(raw)
 		if err != nil || got != want {
@@ -126,9 +127,10 @@ func TestAddress(t *testing.T) {
 	alone(t)
 	t.Setenv("AWS_ACCESS_KEY_ID", "key")
 	t.Setenv("AWS_SECRET_ACCESS_KEY", wrongSecret)
+	const aws = "s3.dualstack.eu-west-1.amazonaws.com"
 	for url, want := range map[string]string{
-		"s3://models/p?region=eu-west-1":                                    "https://models.s3.dualstack.eu-west-1.amazonaws.com/p/x",
-		"s3://models/p?region=eu-west-1&addressing=path":                    "https://s3.dualstack.eu-west-1.amazonaws.com/models/p/x",
+		"s3://models/p?region=eu-west-1":                                    "https://models." + aws + "/p/x",
+		"s3://models/p?region=eu-west-1&addressing=path":                    "https://" + aws + "/models/p/x",
 		"s3://models/p?region=r&endpoint=http://127.0.0.1:1":                "http://127.0.0.1:1/models/p/x",
 		"s3://models/p?region=r&endpoint=s3.example.org":                    "https://s3.example.org/models/p/x",
 		"s3://models/p?region=r&endpoint=s3.example.org&addressing=virtual": "https://models.s3.example.org/p/x",

@@ -1,7 +1,6 @@
 package bucket
 
 import (
-	"cmp"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -45,7 +44,8 @@ func sources(region string, transport http.RoundTripper) []source {
 	case os.Getenv("AWS_WEB_IDENTITY_TOKEN_FILE") != "":
 		role.Client.Transport, role.Endpoint = transport, os.Getenv("AWS_ENDPOINT_URL_STS")
 		return append(list, source{"web identity", role})
-	case cmp.Or(os.Getenv("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI"), os.Getenv("AWS_CONTAINER_CREDENTIALS_FULL_URI")) != "":
+	case os.Getenv("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI") != "",
+		os.Getenv("AWS_CONTAINER_CREDENTIALS_FULL_URI") != "":
 		return append(list, source{"role of the container", role})
 	case strings.EqualFold(os.Getenv("AWS_EC2_METADATA_DISABLED"), "true"):
 		return list

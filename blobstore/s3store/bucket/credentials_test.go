@@ -137,7 +137,8 @@ func TestNoCredentials(t *testing.T) {
 	t.Setenv("AWS_ACCESS_KEY_ID", "")
 
 	path := filepath.Join(t.TempDir(), "credentials")
-	s.must(os.WriteFile(path, []byte("[default]\naws_access_key_id = x\naws_secret_access_key = "+wrongSecret+"\n"), 0o600))
+	profile := "[default]\naws_access_key_id = x\naws_secret_access_key = " + wrongSecret + "\n"
+	s.must(os.WriteFile(path, []byte(profile), 0o600))
 	t.Setenv("AWS_SHARED_CREDENTIALS_FILE", path)
 	t.Setenv("AWS_PROFILE", "models")
 	s.says("no such profile", s.look(s.url("")), "no credentials were found", "credentials file: ", "models")

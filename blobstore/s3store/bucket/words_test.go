@@ -1,11 +1,11 @@
 package bucket
 
 import (
+	"errors"
 	"net"
 	"net/http"
 	"os"
 	"path/filepath"
-	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -30,10 +30,17 @@ func TestWords(t *testing.T) {
 	s.want("look for what is not there", s.look(s.url("")), ErrAbsent)
 	s.says("another bucket", s.look("s3://not-there/p?"+at),
 		`there is no bucket "not-there" at `+s.proxy.Endpoint(), "make it first")
-	s.says("another bucket, and a region", s.look("s3://not-there/p?region="+s.server.Region+"&"+at), `there is no bucket "not-there"`)
-	s.says("another region", s.look(s.url("&region=mars-1")), `"`+s.bucket+`"`, `is not in region "mars-1"`, "put region=")
+	s.says("another bucket, and a region", s.look("s3://not-there/p?region="+s.server.Region+"&"+at),
+		`there is no bucket "not-there"`)
+	elsewhere := func(err error) {
+		t.Helper()
+		if !errors.Is(err, ErrAbsent) { // some servers are everywhere
+			s.says("another region", err, `"`+s.bucket+`"`, `is not in region "mars-1"`, "put region=")
+		}
+	}
+	elsewhere(s.look(s.url("&region=mars-1")))
 	t.Setenv("AWS_REGION", "mars-1")
-	s.says("another region", s.look(s.url("")), `is not in region "mars-1"`)
+	elsewhere(s.look(s.url("")))
 	s.want("the right region", s.look(s.url("&region="+s.server.Region)), ErrAbsent)
 	t.Setenv("AWS_REGION", "")
 
@@ -54,7 +61,7 @@ func TestDenied(t *testing.T) {
 		says string
 	}{
 		"get":         {func() error { _, err := b.Get(s.ctx, key, 1, nil); return err }, "s3:GetObject"},
-		"get missing": {func() error { _, err := b.Get(s.ctx, key, 1, nil); return err }, "and s3:ListBucket for objects that"},
+		"get missing": {func() error { _, err := b.Get(s.ctx, key, 1, nil); return err }, "and s3:ListBucket for obj"},
 		"range":       {func() error { _, _, err := b.Range(s.ctx, key, 0, 1); return err }, "s3:GetObject"},
 		"head":        {func() error { _, err := b.Head(s.ctx, key); return err }, "s3:GetObject"},
 		"put":         {func() error { _, err := b.Put(s.ctx, key, nil, Condition{}); return err }, "s3:PutObject"},
@@ -88,9 +95,11 @@ func TestDenied(t *testing.T) {
 func TestSkew(t *testing.T) {
 	s := newSite(t)
 	there := time.Now().Add(20 * time.Minute).UTC().Truncate(time.Second)
-	s.proxy.On(tests3.Any, tests3.AnswerHeader("Date", there.Format(http.TimeFormat)), tests3.Answer(403, "RequestTimeTooSkewed"))
+	date := tests3.AnswerHeader("Date", there.Format(http.TimeFormat))
+	s.proxy.On(tests3.Any, date, tests3.Answer(403, "RequestTimeTooSkewed"))
 	err := s.look(s.url("&region=" + s.server.Region))
-	s.says("look", err, "the clock of this machine says ", "and that of "+s.proxy.Endpoint()+" says ", " apart: set the wrong one right")
+	s.says("look", err,
+		"the clock of this machine says ", "and that of "+s.proxy.Endpoint()+" says ", " apart: set the wrong one right")
 	if n := s.proxy.Count(); n != 1 {
 		t.Errorf("the server was asked %d times", n)
 	}
@@ -98,7 +107,7 @@ func TestSkew(t *testing.T) {
 	apart := func(d time.Duration) bool {
 		return err != nil && strings.Contains(err.Error(), ", "+d.String()+" apart")
 	}
-	if !slices.ContainsFunc([]time.Duration{20 * time.Minute, 20*time.Minute - time.Second, 20*time.Minute - 2*time.Second}, apart) {
+	if m := 20 * time.Minute; !apart(m) && !apart(m-time.Second) && !apart(m-2*time.Second) {
 		t.Errorf("%v: want 20 minutes", err)
 	}
 	if err != nil && !strings.Contains(err.Error(), there.Format("2006-01-02 15:")) {
@@ -135,5 +144,6 @@ func TestReach(t *testing.T) {
 	s.want("the right authority", s.look(at+"https://"+secure.Endpoint()+"&ca-file="+ca), ErrAbsent)
 	s.says("no file", s.look(at+"https://"+secure.Endpoint()+"&ca-file="+ca+"x"), "read certificates", ca+"x")
 	s.must(os.WriteFile(ca, []byte("junk"), 0o600))
-	s.says("no certificate", s.look(at+"https://"+secure.Endpoint()+"&ca-file="+ca), "holds no certificate in PEM form", ca)
+	s.says("no certificate", s.look(at+"https://"+secure.Endpoint()+"&ca-file="+ca),
+		"holds no certificate in PEM form", ca)
 }
