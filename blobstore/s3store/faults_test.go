@@ -6,7 +6,9 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kiln-registry/kiln-registry/blobstore"
 	"github.com/kiln-registry/kiln-registry/blobstore/s3store/bucket"
+	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/internal/tests3"
 )
 
@@ -125,6 +127,16 @@ func TestReaderGoesOn(t *testing.T) {
 			s.holds(st, b)
 			if n := s.proxy.Count(tests3.GetObject); n < 5 { // store.json, the marker, and three for the bytes
 				t.Errorf("%d requests: the fault was not met", n)
+			}
+
+			i, err := st.Stat(s.ctx, identity.Sum(b))
+			s.must(err)
+			s.proxy.On(bytesGet, tests3.CutAnswer(0))
+			before := s.proxy.Count(tests3.GetObject)
+			_, err = readAll(s.ctx, st, i)
+			s.want("read where nothing comes", err, blobstore.ErrUnavailable)
+			if n := s.proxy.Count(tests3.GetObject) - before; n != bucket.Attempts {
+				t.Errorf("%d requests where nothing came, want %d", n, bucket.Attempts)
 			}
 		})
 	}
