@@ -145,7 +145,7 @@ func (o PutManifest) apply(t tx) error {
 	} else if err := t.hold(o); err != nil {
 		return err
 	}
-	if err := t.store(manifestKey(o.Repo, o.Digest), encodeRecord(o.Record)); err != nil {
+	if err := t.store(manifestKey(o.Repo, o.Digest, partRecord), encodeRecord(o.Record)); err != nil {
 		return err
 	}
 	for _, k := range o.listings() {
@@ -153,15 +153,15 @@ func (o PutManifest) apply(t tx) error {
 			return err
 		}
 	}
-	return t.refer(o.Repo, o.Digest, o.Refers)
+	return t.refer(o.Repo, o.Digest, old.Seq, o.Seq, o.Refers)
 }
 
 // hold keeps what is the same in every repository that holds the manifest.
 func (t tx) hold(o PutManifest) error {
-	if err := t.mark(holderKey(o.Digest, o.Repo)); err != nil {
+	if err := t.mark(contentKey(o.Digest, partHolder).text(o.Repo)); err != nil {
 		return err
 	}
-	contents := in(tableContent).sum(o.Digest)
+	contents := contentKey(o.Digest, partBytes)
 	if has, err := t.has(contents); err != nil {
 		return err
 	} else if !has {
@@ -169,7 +169,7 @@ func (t tx) hold(o PutManifest) error {
 			return err
 		}
 	}
-	shards := in(tableShards).sum(o.Digest)
+	shards := contentKey(o.Digest, partShards)
 	if has, err := t.has(shards); err != nil || has || len(o.Shards.Shards) == 0 {
 		return err
 	}
@@ -178,16 +178,16 @@ func (t tx) hold(o PutManifest) error {
 
 // release drops what hold kept when no other repository holds the manifest.
 func (t tx) release(repo string, d identity.Digest) error {
-	if err := t.Delete(holderKey(d, repo)); err != nil {
+	if err := t.Delete(contentKey(d, partHolder).text(repo)); err != nil {
 		return err
 	}
-	if t.any(in(tableHolder).sum(d)) {
+	if t.any(contentKey(d, partHolder)) {
 		return nil
 	}
-	if err := t.Delete(in(tableContent).sum(d)); err != nil {
+	if err := t.Delete(contentKey(d, partBytes)); err != nil {
 		return err
 	}
-	return t.Delete(in(tableShards).sum(d))
+	return t.Delete(contentKey(d, partShards))
 }
 
 func (t tx) unlist(r Record) error {
@@ -199,40 +199,35 @@ func (t tx) unlist(r Record) error {
 	return nil
 }
 
-// refer makes refers the digests that a manifest refers to, in place of those it had.
-func (t tx) refer(repo string, d identity.Digest, refers []identity.Digest) error {
-	now := slices.Clone(refers)
-	slices.SortFunc(now, identity.Digest.Compare)
-	now = slices.Compact(now)
-	was, err := t.refers(repo, d)
+// refer makes refers the digests that a manifest refers to, in place of those it had. Their rows have the number of the
+// manifest's last put, which was and is now.
+func (t tx) refer(repo string, d identity.Digest, was, now uint64, refers []identity.Digest) error {
+	old, err := t.refers(repo, d)
 	if err != nil {
 		return err
 	}
-	for _, b := range was {
-		if _, keep := slices.BinarySearchFunc(now, b, identity.Digest.Compare); keep {
-			continue
-		}
-		if err := t.Delete(blobKey(b, repo).sum(d)); err != nil {
+	for _, b := range old {
+		if err := t.Delete(blobKey(b, repo).ascending(was).sum(d)); err != nil {
 			return err
 		}
 	}
-	for _, b := range now {
-		if _, had := slices.BinarySearchFunc(was, b, identity.Digest.Compare); had {
-			continue
-		}
-		if err := t.mark(blobKey(b, repo).sum(d)); err != nil {
+	refers = slices.Clone(refers)
+	slices.SortFunc(refers, identity.Digest.Compare)
+	refers = slices.Compact(refers)
+	for _, b := range refers {
+		if err := t.mark(blobKey(b, repo).ascending(now).sum(d)); err != nil {
 			return err
 		}
 	}
-	if len(now) == 0 {
-		return t.Delete(refersKey(repo, d))
+	if len(refers) == 0 {
+		return t.Delete(manifestKey(repo, d, partRefers))
 	}
-	return t.store(refersKey(repo, d), encodeSums(now))
+	return t.store(manifestKey(repo, d, partRefers), encodeSums(refers))
 }
 
 // refers returns what a manifest refers to, in order.
 func (t tx) refers(repo string, d identity.Digest) ([]identity.Digest, error) {
-	b, err := t.load(refersKey(repo, d))
+	b, err := t.load(manifestKey(repo, d, partRefers))
 	if err != nil {
 		return nil, err
 	}
@@ -240,7 +235,7 @@ func (t tx) refers(repo string, d identity.Digest) ([]identity.Digest, error) {
 }
 
 func (t tx) record(repo string, d identity.Digest) (r Record, found bool, err error) {
-	b, err := t.load(manifestKey(repo, d))
+	b, err := t.load(manifestKey(repo, d, partRecord))
 	if err != nil || b == nil {
 		return r, false, err
 	}
@@ -272,10 +267,10 @@ func (o DeleteManifest) apply(t tx) error {
 	if err := t.unlist(old); err != nil {
 		return err
 	}
-	if err := t.refer(o.Repo, o.Digest, nil); err != nil {
+	if err := t.refer(o.Repo, o.Digest, old.Seq, 0, nil); err != nil {
 		return err
 	}
-	if err := t.Delete(manifestKey(o.Repo, o.Digest)); err != nil {
+	if err := t.Delete(manifestKey(o.Repo, o.Digest, partRecord)); err != nil {
 		return err
 	}
 	return t.release(o.Repo, o.Digest)
@@ -299,7 +294,7 @@ func (t tx) dropTagsOf(o DeleteManifest) error {
 
 // tagsOf returns the tags that point to a manifest, in byte order.
 func (t tx) tagsOf(repo string, d identity.Digest) (tags []string) {
-	prefix := tagOfKey(repo, d)
+	prefix := manifestKey(repo, d, partTag)
 	for k := range t.Range(prefix, after(prefix)) {
 		tags = append(tags, string(bytes.TrimPrefix(k, prefix)))
 	}
@@ -322,7 +317,7 @@ func (t tx) tag(repo, tag string) (v tagValue, err error) {
 // dropTag removes a tag; what was put up to seq stays gone.
 func (t tx) dropTag(repo, tag string, was tagValue, seq uint64) error {
 	if !was.digest.IsZero() {
-		if err := t.Delete(tagOfKey(repo, was.digest).rest(tag)); err != nil {
+		if err := t.Delete(manifestKey(repo, was.digest, partTag).rest(tag)); err != nil {
 			return err
 		}
 		if err := t.Delete(tagKey(repo, tag)); err != nil {
@@ -356,7 +351,7 @@ func (o PutTag) apply(t tx) error {
 		return t.dropTag(o.Repo, o.Tag, was, o.Seq)
 	}
 	if !was.digest.IsZero() {
-		if err := t.Delete(tagOfKey(o.Repo, was.digest).rest(o.Tag)); err != nil {
+		if err := t.Delete(manifestKey(o.Repo, was.digest, partTag).rest(o.Tag)); err != nil {
 			return err
 		}
 	} else if err := t.Delete(tagGoneKey(o.Repo, o.Tag)); err != nil {
@@ -365,7 +360,7 @@ func (o PutTag) apply(t tx) error {
 	if err := t.store(tagKey(o.Repo, o.Tag), tagValue{o.Digest, o.Seq}.encode()); err != nil {
 		return err
 	}
-	return t.mark(tagOfKey(o.Repo, o.Digest).rest(o.Tag))
+	return t.mark(manifestKey(o.Repo, o.Digest, partTag).rest(o.Tag))
 }
 
 func (o DeleteTag) check() error { return cmp.Or(checkName(o.Repo, o.Seq), checkTag(o.Tag)) }

@@ -45,7 +45,7 @@ func (ix *Index) Manifest(ctx context.Context, repo, ref string) (r Record, data
 		if r, err = t.resolve(repo, ref); err != nil {
 			return err
 		}
-		b, err := t.load(in(tableContent).sum(r.Digest))
+		b, err := t.load(contentKey(r.Digest, partBytes))
 		if err == nil && b == nil {
 			err = fmt.Errorf("%w: no bytes of manifest %s", ErrDamaged, r.Digest)
 		}
@@ -71,7 +71,7 @@ func (ix *Index) Shards(
 		if err != nil {
 			return err
 		}
-		b, err := t.load(in(tableShards).sum(d))
+		b, err := t.load(contentKey(d, partShards))
 		if err != nil {
 			return err
 		}
@@ -131,7 +131,7 @@ func (ix *Index) Repos(ctx context.Context, last string) iter.Seq2[string, error
 
 // ManifestHolders yields the repositories that hold a manifest, in byte order.
 func (ix *Index) ManifestHolders(ctx context.Context, d identity.Digest) iter.Seq2[string, error] {
-	prefix := in(tableHolder).sum(d)
+	prefix := contentKey(d, partHolder)
 	return paged(ctx, ix, prefix, func(t tx, from []byte, p *page[string]) error {
 		return t.walk(from, after(prefix), func(k, _ []byte) ([]byte, error) {
 			if err := p.step(k); err != nil {
@@ -139,6 +139,7 @@ func (ix *Index) ManifestHolders(ctx context.Context, d identity.Digest) iter.Se
 			}
 			parts := split(k)
 			parts.sum()
+			parts.take(1)
 			p.add(parts.text(), len(k))
 			return nil, parts.err()
 		})
@@ -262,7 +263,7 @@ func onceEach(see func(string) bool) func(string) bool {
 
 // listed loads the record of a listing's row, and the size of its value.
 func (t tx) listed(r row) (Record, int, error) {
-	b, err := t.load(manifestKey(r.repo, r.digest))
+	b, err := t.load(manifestKey(r.repo, r.digest, partRecord))
 	if err != nil {
 		return Record{}, 0, err
 	}
@@ -377,9 +378,14 @@ func (ix *Index) Export(ctx context.Context) iter.Seq2[Row, error] {
 			if err := p.step(k); err != nil {
 				return nil, err
 			}
-			r, size, err := t.exportManifest(k)
-			p.add(r, size)
-			return nil, err
+			repo, d, found, err := recordOf(k)
+			if err == nil && found {
+				var r Row
+				var size int
+				r, size, err = t.exportManifest(repo, d)
+				p.add(r, size)
+			}
+			return after(in(tableManifest).text(repo).sum(d)), err
 		})
 	})
 	tags := paged(ctx, ix, in(tableTag), func(t tx, from []byte, p *page[Row]) error {
@@ -410,12 +416,7 @@ func (ix *Index) Export(ctx context.Context) iter.Seq2[Row, error] {
 	}
 }
 
-func (t tx) exportManifest(k []byte) (Row, int, error) {
-	parts := split(k)
-	repo, d := parts.text(), parts.sum()
-	if err := parts.err(); err != nil {
-		return Row{}, 0, err
-	}
+func (t tx) exportManifest(repo string, d identity.Digest) (Row, int, error) {
 	r, size, err := t.listed(row{repo: repo, digest: d})
 	if err != nil {
 		return Row{}, 0, err

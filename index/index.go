@@ -22,6 +22,8 @@ var (
 	ErrInUse = errors.New("index is in use by another process")
 	// ErrDamaged: the index does not read back as it was written; rebuild it from the store.
 	ErrDamaged = errors.New("index is damaged")
+	// ErrFormat: the index was written by a program with another key layout; rebuild it from the store.
+	ErrFormat = errors.New("index is of another version")
 	// ErrCursor: a cursor was not made for this query.
 	ErrCursor = errors.New("not a cursor of this query")
 )

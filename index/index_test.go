@@ -376,18 +376,19 @@ func TestSequences(t *testing.T) {
 func TestFormat(t *testing.T) {
 	for name, c := range map[string]struct {
 		key, value string
-		damaged    bool
+		want       error
 	}{
-		"strange rows": {"something", "else", true},
-		"bad format":   {"zformat", "x", true},
+		"strange rows":    {"something", "else", index.ErrDamaged},
+		"bad format":      {"zformat", "x", index.ErrDamaged},
+		"earlier version": {"zformat", "\x01\x01>Rp9", index.ErrFormat},
 	} {
 		kv := openMemory(t, new(memkv.Disk))
 		err := kv.Update(t.Context(), func(x index.Txn) error { return x.Put([]byte(c.key), []byte(c.value)) })
 		if err != nil {
 			t.Fatal(err)
 		}
-		if _, err := index.New(t.Context(), kv); errors.Is(err, index.ErrDamaged) != c.damaged || err == nil {
-			t.Errorf("%s: %v", name, err)
+		if _, err := index.New(t.Context(), kv); !errors.Is(err, c.want) {
+			t.Errorf("%s: %v, want %v", name, err, c.want)
 		}
 	}
 }

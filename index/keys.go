@@ -9,21 +9,20 @@ import (
 	"github.com/kiln-registry/kiln-registry/identity"
 )
 
-// Tables. A key is the letter of its table and then the parts named here. Texts end with a zero byte, which no text may
-// contain, digests are their 32 bytes, times 8 bytes in nanoseconds: so every key reads back in one way only, and the
-// order of keys is the order of their parts. A time written ~created is inverted, so that the newest comes first.
-// Listing rows are empty: the record stands once, in the manifest's row.
+// Tables. A key is the letter of its table and then the parts named here. Texts end with a zero byte, which no text
+// may contain, digests are their 32 bytes, times 8 bytes in nanoseconds, numbers 8 bytes: so every key reads back in
+// one way only, and the order of keys is the order of their parts. A time written ~created is inverted, so that the
+// newest comes first. Listing rows are empty: the record stands once, in the manifest's row.
+//
+// Each page of an engine that a change touches is written anew, so rows that are written together begin alike where
+// they can, or go behind those that were written before.
 const (
 	tableAggregate         = 'a' // aggregate, kind, repo, ~created, manifest
-	tableBlob              = 'b' // blob, repo, manifest: the manifest refers to the blob
-	tableContent           = 'c' // manifest: its bytes
+	tableBlob              = 'b' // blob, repo, number of the put, manifest: the manifest refers to the blob
+	tableContent           = 'c' // manifest, and then one of the parts below
 	tableExpiry            = 'e' // until, blob, repo: a lease by the time it ends
-	tableRefers            = 'f' // repo, manifest: the digests that it refers to
-	tableTagOf             = 'g' // repo, manifest, tag
-	tableHolder            = 'h' // manifest, repo
-	tableShards            = 'k' // manifest: the shard manifest of a base
 	tableLease             = 'l' // blob, repo: size, until
-	tableManifest          = 'm' // repo, manifest: record
+	tableManifest          = 'm' // repo, manifest, and then one of the parts below
 	tableSequence          = 'q' // repo: no number above it was issued or seen
 	tableRepo              = 'r' // repo, ~created, manifest
 	tableSubject           = 's' // repo, subject, hash of the artifact type, ~created, manifest
@@ -39,7 +38,21 @@ const (
 	stateReset             = "reset" // there while Reset is at work; the last key of all
 	maxText                = 255     // bytes of a text in a key; api.MaxRepoBytes
 	maxKey                 = 1024    // bytes; the longest key has less than two texts, three digests and a time
-	formatVersion     byte = 1
+	formatVersion     byte = 2
+)
+
+// Parts of tableContent, which are the same in every repository, but for the holders.
+const (
+	partBytes  byte = 1 + iota // the manifest
+	partShards                 // the shard manifest of a base
+	partHolder                 // repo
+)
+
+// Parts of tableManifest. There may be tags before there is a record.
+const (
+	partRecord byte = 1 + iota // the first one: listings look no further
+	partRefers                 // the digests that it refers to
+	partTag                    // tag that points to it
 )
 
 type key []byte
@@ -50,7 +63,11 @@ func (k key) text(s string) key { return append(append(k, s...), 0) }
 
 func (k key) rest(s string) key { return append(k, s...) }
 
+func (k key) part(p byte) key { return append(k, p) }
+
 func (k key) sum(d [32]byte) key { return append(k, d[:]...) }
+
+func (k key) ascending(n uint64) key { return binary.BigEndian.AppendUint64(k, n) }
 
 func (k key) newest(t time.Time) key { return binary.BigEndian.AppendUint64(k, ^ordered(t)) }
 
@@ -137,15 +154,28 @@ func (r Record) listings() []key {
 	return keys
 }
 
-func manifestKey(repo string, d identity.Digest) key { return in(tableManifest).text(repo).sum(d) }
+// contentKey is that of a part of a manifest's content.
+func contentKey(d identity.Digest, part byte) key { return in(tableContent).sum(d).part(part) }
+
+// manifestKey is that of a part of what is known of a manifest in a repository.
+func manifestKey(repo string, d identity.Digest, part byte) key {
+	return in(tableManifest).text(repo).sum(d).part(part)
+}
+
+// recordOf reads the key of a row of tableManifest. found is false for the rows of other parts than the record.
+func recordOf(k []byte) (repo string, d identity.Digest, found bool, err error) {
+	p := split(k)
+	repo, d = p.text(), p.sum()
+	found = p.take(1)[0] == partRecord
+	if !found {
+		p.rest()
+	}
+	return repo, d, found, p.err()
+}
 
 func manifestGoneKey(repo string, d identity.Digest) key {
 	return in(tableManifestGone).text(repo).sum(d)
 }
-
-func refersKey(repo string, d identity.Digest) key { return in(tableRefers).text(repo).sum(d) }
-
-func holderKey(d identity.Digest, repo string) key { return in(tableHolder).sum(d).text(repo) }
 
 func blobKey(d identity.Digest, repo string) key { return in(tableBlob).sum(d).text(repo) }
 
@@ -158,8 +188,6 @@ func expiryKey(until time.Time, d identity.Digest, repo string) key {
 func tagKey(repo, tag string) key { return in(tableTag).text(repo).rest(tag) }
 
 func tagGoneKey(repo, tag string) key { return in(tableTagGone).text(repo).rest(tag) }
-
-func tagOfKey(repo string, d identity.Digest) key { return in(tableTagOf).text(repo).sum(d) }
 
 func uploadKey(id string) key { return in(tableUpload).rest(id) }
 

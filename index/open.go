@@ -31,7 +31,7 @@ type counter struct {
 }
 
 // New opens the index in kv, and makes an empty one if kv is empty. It finishes a Reset that was interrupted. Closing
-// the Index closes kv; after an error kv is still open. ErrDamaged.
+// the Index closes kv; after an error kv is still open. ErrDamaged, ErrFormat.
 func New(ctx context.Context, kv KV) (*Index, error) {
 	ix := &Index{kv: kv, limits: limits{rows: 256, bytes: 1 << 20, steps: 4096}, counters: make(map[string]*counter)}
 	resetting := false
@@ -64,7 +64,7 @@ func (ix *Index) format(ctx context.Context) error {
 			return t.onlySequences()
 		}
 		if !bytes.Equal(b, []byte{formatVersion}) {
-			return fmt.Errorf("index has format %x, this program knows %d", b, formatVersion)
+			return fmt.Errorf("%w: it has format %x, this program knows %d", ErrFormat, b, formatVersion)
 		}
 		return nil
 	})

@@ -223,7 +223,7 @@ func (h home) notReplayed(err error) error {
 
 func (h home) damaged(err error) error {
 	switch {
-	case errors.Is(err, index.ErrDamaged):
+	case errors.Is(err, index.ErrDamaged), errors.Is(err, index.ErrFormat):
 		return cli.Hint(
 			cli.Exit(cli.CodeDisk, err),
 			"nothing is lost: "+h.command("reindex")+" makes the index anew",
