@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Lets a registry do everything at once, kills and breaks it, and looks at what it had acknowledged. A part that goes by
-# time runs for about CHAOS_S seconds (60 if unset). Each ends with a line "NAME: … lost N"; those lines come again last,
-# and their sums. Names of parts as arguments: only those.
+# time runs for about CHAOS_S seconds (60 if unset). Each ends with a line "NAME: … lost N"; those lines come again
+# last, and their sums. Names of parts as arguments: only those.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/lib.sh
@@ -63,5 +63,6 @@ done
 echo
 cat "$summary"
 awk '{ for (i = 1; i < NF; i++) sum[$i] += $(i + 1) }
-  END { printf "kills = %d\nacknowledged = %d\nlost = %d\n", sum["kills"], sum["acknowledged"], sum["lost"] }' "$summary"
+  END { printf "kills = %d\nacknowledged = %d\n", sum["kills"], sum["acknowledged"]; print "lost = " sum["lost"] + 0 }' \
+  "$summary"
 exit "$failed"

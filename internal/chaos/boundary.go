@@ -5,66 +5,69 @@ import (
 	"errors"
 	"fmt"
 	"net/http"
-	"strings"
+	"slices"
 	"sync"
+	"time"
 
 	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/internal/chaos/rig"
 )
 
 // script is a run of operations by one client and the operator, always the same one: so that its nth durable change is
 // always about the same. Each step can follow on any state that the steps before it may have left.
 type script struct {
-	*client
-	v     *server
-	k     *checker
-	a, b  blob // pushed early
-	first manifest
+	*rig.Client
+	k     *rig.Checker
+	v     *rig.Server
+	died  bool     // the first server has
+	a, b  rig.Blob // pushed early
+	first rig.Manifest
 }
 
 // steps returns what is done, in order. Every way to change something is in it.
 func (s *script) steps() []func() error {
 	const repo, other = "team/model", "lab/x"
-	var cut *session
+	var cut *rig.Session
 	return []func() error{
-		func() error { return s.post(repo, s.a) },
-		func() error { return s.put(repo, s.b) },
-		func() (err error) { s.first, err = s.base(repo, 2, "v1"); return err },
+		func() error { return s.Post(repo, s.a) },
+		func() error { return s.Put(repo, s.b) },
+		func() (err error) { s.first, err = s.Base(repo, 2, "v1"); return err },
 		func() error { return s.chunked(repo, 3) },
-		func() (err error) { cut, err = s.begin(repo, s.fresh(5000)); return err },
+		func() (err error) { cut, err = s.Begin(repo, s.Fresh(5000)); return err },
 		func() error { return s.part(cut, 2000) },
-		func() error { _, err := s.base(repo, 1, "v1"); return err }, // the tag moves
-		func() error { _, err := s.base(repo, 1, "x1", "x2"); return err },
-		func() error { return s.whole(s.first, s.adapter) },
-		func() error { return s.whole(s.first, func(m manifest) error { return s.list(m) }) },
+		func() error { _, err := s.Base(repo, 1, "v1"); return err }, // the tag moves
+		func() error { _, err := s.Base(repo, 1, "x1", "x2"); return err },
+		func() error { return s.whole(s.first, s.Adapter) },
+		func() error { return s.whole(s.first, func(m rig.Manifest) error { return s.List(m) }) },
 		func() error { return s.moved(other, repo, s.a) },
 		func() error { return s.part(cut, 1000) },
 		func() error { return s.cancelled(repo) },
 		func() error { return s.wrongDigest(repo) },
-		func() error { return s.untag(key{repo, "x1"}) },
-		func() error { return s.whole(s.first, s.deleteManifest) },
+		func() error { return s.untag(rig.Key{Repo: repo, Name: "x1"}) },
+		func() error { return s.whole(s.first, s.DeleteManifest) },
 		func() error { return s.whole(s.first, s.again) },
-		func() error { return s.whole(s.first, s.again) }, // it must be there when the collector comes: it is a base of others
-		func() error { return s.deleteSomeBlob() },
+		func() error { return s.whole(s.first, s.again) }, // a base of others is known while its blobs are there
+		func() error { return s.DeleteSomeBlob() },
 		func() error { return s.finish(cut) },
 		func() error { return s.spoil(repo, s.b) },
-		func() error { return s.wire.scrub() },
-		func() error { return s.wire.scrub() }, // when the first one was cut short
+		func() error { return s.Wire.Scrub() },
+		func() error { return s.Wire.Scrub() }, // when the first one was cut short
 		func() error { return s.healed(repo, s.b) },
-		func() error { return s.wire.collect() }, // all are referred to, or wait for a manifest
+		func() error { return s.Wire.Collect() }, // all are referred to, or wait for a manifest
 		func() error { return s.reindex() },
-		func() error { return s.wire.collect() }, // those that waited go
-		func() error { _, err := s.base(repo, 1, "last"); return err },
-		func() error { return s.v.stop() },
+		func() error { return s.Wire.Collect() }, // those that waited go
+		func() error { _, err := s.Base(repo, 1, "last"); return err },
+		func() error { return s.v.Stop() },
 	}
 }
 
 // whole does something with a manifest, which is put if it is not there.
-func (s *script) whole(m manifest, do func(manifest) error) error {
-	if m.digest.IsZero() {
+func (s *script) whole(m rig.Manifest, do func(rig.Manifest) error) error {
+	if m.Digest.IsZero() {
 		return nil // its push did not come to an end, and what was to become of it is not known
 	}
-	if _, ok := s.ledger.names[key{m.repo, m.digest.String()}]; !ok {
-		if err := s.putManifest(m, true); err != nil {
+	if _, ok := s.Ledger.Names[rig.Key{Repo: m.Repo, Name: m.Digest.String()}]; !ok {
+		if err := s.PutManifest(m, true); err != nil {
 			return err
 		}
 	}
@@ -72,115 +75,104 @@ func (s *script) whole(m manifest, do func(manifest) error) error {
 }
 
 // again puts a manifest that is there, or was.
-func (s *script) again(m manifest) error { return s.putManifest(m, false, "v1") }
+func (s *script) again(m rig.Manifest) error { return s.PutManifest(m, false, "v1") }
 
 func (s *script) chunked(repo string, parts int64) error {
-	u, err := s.begin(repo, s.fresh(9000))
+	u, err := s.Begin(repo, s.Fresh(9000))
 	for range parts {
 		if err == nil {
-			err = s.patch(u, 3000)
+			err = s.Patch(u, 3000)
 		}
 	}
-	return s.then(u, err)
-}
-
-func (s *script) then(u *session, err error) error {
 	if err != nil {
 		return err
 	}
-	return s.end(u)
+	return s.End(u)
 }
 
 // part sends a piece of an upload that is still open.
-func (s *script) part(u *session, n int64) error {
-	if u == nil || !s.isOpen(u) {
+func (s *script) part(u *rig.Session, n int64) error {
+	if !s.isOpen(u) {
 		return nil
 	}
-	return s.patch(u, n)
+	return s.Patch(u, n)
 }
 
-func (s *script) finish(u *session) error {
-	if u == nil || !s.isOpen(u) {
+func (s *script) finish(u *rig.Session) error {
+	if !s.isOpen(u) {
 		return nil
 	}
-	return s.end(u)
+	return s.End(u)
 }
 
-func (s *script) isOpen(u *session) bool {
-	for _, o := range s.sessions {
-		if o == u {
-			return true
-		}
-	}
-	return false
-}
+func (s *script) isOpen(u *rig.Session) bool { return u != nil && slices.Contains(s.Sessions, u) }
 
-func (s *script) moved(to, from string, b blob) error {
-	if err := s.need(from, b); err != nil {
+func (s *script) moved(to, from string, b rig.Blob) error {
+	if err := s.Need(from, b); err != nil {
 		return err
 	}
-	return s.mount(to, from, b)
+	return s.Mount(to, from, b)
 }
 
 func (s *script) cancelled(repo string) error {
-	u, err := s.begin(repo, s.fresh(700))
+	u, err := s.Begin(repo, s.Fresh(700))
 	if err == nil {
-		err = s.patch(u, 500)
+		err = s.Patch(u, 500)
 	}
 	if err != nil {
 		return err
 	}
-	return s.cancel(u)
+	return s.Cancel(u)
 }
 
 // wrongDigest ends an upload as another blob: it is refused, and nothing of it stays.
 func (s *script) wrongDigest(repo string) error {
-	u, err := s.begin(repo, s.fresh(600))
+	u, err := s.Begin(repo, s.Fresh(600))
 	if err != nil {
 		return err
 	}
-	u.ending = true
-	_, err = s.ask(http.StatusBadRequest, "PUT", u.at+"?digest="+identity.Sum([]byte("x")).String(), u.blob.bytes())
-	u.sent = u.blob.length
+	u.Ending = true
+	_, err = s.Ask(http.StatusBadRequest, "PUT", u.At+"?digest="+identity.Sum([]byte("x")).String(), u.Blob.Bytes())
+	u.Sent = u.Blob.Length
 	if err == nil {
-		s.drop(u)
+		s.Drop(u)
 	}
 	return err
 }
 
-func (s *script) untag(k key) error {
-	if _, ok := s.ledger.names[k]; !ok {
+func (s *script) untag(k rig.Key) error {
+	if _, ok := s.Ledger.Names[k]; !ok {
 		return nil
 	}
-	return s.deleteTag(k)
+	return s.DeleteTag(k)
 }
 
 // reindex has the server make its index anew, which forgets uploads and blobs without a manifest, and goes on. While
 // that is in doubt nothing is known about those.
 func (s *script) reindex() error {
-	s.forget()
-	err := s.wire.operate("/reindex")
+	s.Forget()
+	err := s.Wire.Operate("/reindex")
 	if err == nil {
-		s.acked++
+		s.Acked++
 	}
 	return err
 }
 
 // spoil damages a blob.
-func (s *script) spoil(repo string, b blob) error {
-	if err := s.need(repo, b); err != nil {
+func (s *script) spoil(repo string, b rig.Blob) error {
+	if err := s.Need(repo, b); err != nil {
 		return err
 	}
-	s.k.spoilt[b.digest] = true
-	delete(s.blobs, place{repo, b.digest})
-	return s.k.site.flip(b.digest, 100)
+	s.k.Spoilt[b.Digest] = true
+	delete(s.Blobs, rig.Place{Repo: repo, Digest: b.Digest})
+	return s.k.Site.Flip(b.Digest, 100)
 }
 
 // healed pushes again what was set aside.
-func (s *script) healed(repo string, b blob) error {
-	err := s.post(repo, b)
+func (s *script) healed(repo string, b rig.Blob) error {
+	err := s.Post(repo, b)
 	if err == nil {
-		delete(s.k.spoilt, b.digest)
+		delete(s.k.Spoilt, b.Digest)
 	}
 	return err
 }
@@ -202,12 +194,12 @@ var when = []string{"before", "after"}
 func (c chaos) boundaries(ctx context.Context) error {
 	b := boundaries{chaos: c}
 	err := b.all(ctx)
-	fmt.Fprintf(c.out, "boundaries: one in %d of %d durable changes, kills %d, acknowledged %d, to be sent again %d, lost %d\n",
+	fmt.Fprintf(c.out, "boundaries: one in %d of %d changes, kills %d, acknowledged %d, to be sent again %d, lost %d\n",
 		c.every, b.last, b.kills, b.acked, b.again, b.lost)
 	return err
 }
 
-// all tries one change after another, several at a time, until the script ends before the change that is to be the last.
+// all tries one change after another, several at a time, until the script ends before it comes to the change.
 func (b *boundaries) all(ctx context.Context) error {
 	const atOnce = 4
 	for n := 1 + int(b.seed%uint64(b.every)); ; n += b.every * atOnce {
@@ -236,21 +228,21 @@ func (b *boundaries) all(ctx context.Context) error {
 
 // one runs the script with a server that dies at a change, goes on with another one, and says whether it never died.
 func (b *boundaries) one(ctx context.Context, at string) (ended bool, err error) {
-	err = b.at("", func(site *site) error {
-		s := &script{client: newClient(1, 1)}
-		s.a, s.b = s.fresh(3000), s.fresh(400)
-		k := newChecker(site, []*client{s.client})
-		s.k = k
-		ended, err = s.run(ctx, site, k, "CHAOS_KILL="+at)
+	err = b.at("", func(site *rig.Site) error {
+		s := &script{Client: rig.NewClient(1, 1)}
+		s.k = rig.NewChecker(site, []*rig.Client{s.Client})
+		s.a, s.b = s.Fresh(3000), s.Fresh(400)
+		err := errors.Join(s.run(ctx, "CHAOS_KILL="+at), s.k.Err())
+		ended = !s.died
 		b.mu.Lock()
 		defer b.mu.Unlock()
-		b.acked += s.acked
-		b.again += k.again
-		b.lost += len(k.lost)
-		if !ended {
+		b.acked += s.Acked
+		b.again += s.k.Again
+		b.lost += len(s.k.Lost)
+		if s.died {
 			b.kills++
 		}
-		if err = errors.Join(err, k.err()); err != nil {
+		if err != nil {
 			return fmt.Errorf("killed %s: %w", at, err)
 		}
 		return nil
@@ -258,57 +250,62 @@ func (b *boundaries) one(ctx context.Context, at string) (ended bool, err error)
 	return ended, err
 }
 
-// run does all steps, and starts the server again when it has died.
-func (s *script) run(ctx context.Context, site *site, k *checker, env string) (ended bool, err error) {
-	ended = true
-	restart := func(env ...string) error {
-		if s.v, err = site.start(env...); err != nil {
+// run does all steps with a server that has env in its environment, and with another one when that has died.
+func (s *script) run(ctx context.Context, env string) error {
+	defer func() { s.v.Kill() }()
+	if err := s.start(ctx, env); errors.Is(err, rig.ErrEnded) {
+		if err := s.revive(ctx, err); err != nil {
 			return err
 		}
-		if err := s.v.ready(ctx); err != nil {
-			return err
-		}
-		s.wire = s.v.wire()
-		return nil
+	} else if err != nil {
+		return err
 	}
-	died := func(err error) error {
-		<-s.v.ended
-		if !ended || !s.v.killed() {
-			return fmt.Errorf("the server ended by itself: %w: %s", err, s.v.log)
-		}
-		ended = false
-		if err := restart(); err != nil {
-			return err
-		}
-		k.check(s.v, true)
-		return k.err()
-	}
-	if err := restart(env); err != nil {
-		if !errors.Is(err, errEnded) {
-			return false, err
-		}
-		if err := died(err); err != nil {
-			return false, err
-		}
-	}
-	defer func() { s.v.kill() }()
 	for _, step := range s.steps() {
 		err := step()
-		if err == nil {
-			continue
+		if errors.Is(err, rig.ErrNoAnswer) || errors.Is(err, rig.ErrStop) {
+			err = s.revive(ctx, err)
 		}
-		if !errors.Is(err, errNoAnswer) && !strings.Contains(err.Error(), "stop the server") {
-			return ended, err
-		}
-		if err := died(err); err != nil {
-			return ended, err
+		if err != nil {
+			return err
 		}
 	}
-	s.v.kill()
-	if err := restart(); err != nil {
-		return ended, err
+	s.v.Kill()
+	if err := s.start(ctx); err != nil {
+		return err
 	}
-	k.check(s.v, true)
-	k.anew(s.v)
-	return ended, nil
+	s.k.Check(s.v, true)
+	s.k.Anew(s.v)
+	return nil
+}
+
+func (s *script) start(ctx context.Context, env ...string) (err error) {
+	if s.v, err = s.k.Site.Start(env...); err != nil {
+		return err
+	}
+	if err := s.v.Ready(ctx); err != nil {
+		return err
+	}
+	s.Wire = s.v.Wire()
+	return nil
+}
+
+// patience is how long a server may take to die once it does not answer.
+const patience = 10 * time.Second
+
+// revive starts a server in place of one that has killed itself, which happens once, and compares.
+func (s *script) revive(ctx context.Context, cause error) error {
+	select {
+	case <-s.v.Ended:
+	case <-time.After(patience):
+		return fmt.Errorf("the server lives: %w: %s", cause, s.v.Log)
+	}
+	if s.died || !s.v.Killed() {
+		return fmt.Errorf("the server ended by itself: %w: %s", cause, s.v.Log)
+	}
+	s.died = true
+	if err := s.start(ctx); err != nil {
+		return err
+	}
+	s.k.Check(s.v, true)
+	return s.k.Err()
 }

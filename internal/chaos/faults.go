@@ -11,6 +11,7 @@ import (
 	"strings"
 
 	"github.com/kiln-registry/kiln-registry/api"
+	"github.com/kiln-registry/kiln-registry/internal/chaos/rig"
 )
 
 // rule says which durable changes of a server go wrong, and how: see the build tag chaos in cmd/kiln-registry.
@@ -48,53 +49,53 @@ var rules = []rule{
 
 // breaking is a run in which changes of a server fail while a client goes on.
 type breaking struct {
-	site    *site
+	site    *rig.Site
 	rules   []rule
-	c       *client
-	k       *checker
-	v       *server
+	c       *rig.Client
+	k       *rig.Checker
+	v       *rig.Server
 	refused map[api.Code]int
 }
 
-func newBreaking(s *site, seed uint64) *breaking {
-	c := newClient(1, seed)
-	return &breaking{site: s, rules: rules, c: c, k: newChecker(s, []*client{c}), refused: map[api.Code]int{}}
+func newBreaking(s *rig.Site, seed uint64) *breaking {
+	c := rig.NewClient(1, seed)
+	return &breaking{site: s, rules: rules, c: c, k: rig.NewChecker(s, []*rig.Client{c}), refused: map[api.Code]int{}}
 }
 
 // start starts the server, which looks for its rules in a file.
 func (b *breaking) start(ctx context.Context) (err error) {
-	if b.v, err = b.site.start("CHAOS_FAULTS=" + b.file()); err != nil {
+	if b.v, err = b.site.Start("CHAOS_FAULTS=" + b.file()); err != nil {
 		return err
 	}
-	if err := b.v.ready(ctx); err != nil {
+	if err := b.v.Ready(ctx); err != nil {
 		return err
 	}
-	b.c.wire = b.v.wire()
+	b.c.Wire = b.v.Wire()
 	return nil
 }
 
-func (b *breaking) file() string { return filepath.Join(b.site.dir, "faults") }
+func (b *breaking) file() string { return filepath.Join(b.site.Dir, "faults") }
 
 // restart kills the server and compares what the next one shows.
 func (b *breaking) restart(ctx context.Context) error {
-	b.v.kill()
+	b.v.Kill()
 	if err := b.start(ctx); err != nil {
 		return err
 	}
-	b.k.check(b.v, true)
-	return b.k.err()
+	b.k.Check(b.v, true)
+	return b.k.Err()
 }
 
 // steps has the client do some things. While changes fail it may be refused, but never left without an answer.
 func (b *breaking) steps(n int, faulty bool) error {
-	b.c.faulty = faulty
-	clear(b.c.codes)
-	for i := 0; i < n || faulty && len(b.c.codes) == 0 && i < maxSteps; i++ {
-		if err := b.c.step(); err != nil && !errors.Is(err, errRefused) {
+	b.c.Faulty = faulty
+	clear(b.c.Codes)
+	for i := 0; i < n || faulty && len(b.c.Codes) == 0 && i < maxSteps; i++ {
+		if err := b.c.Step(); err != nil && !errors.Is(err, rig.ErrRefused) {
 			return err
 		}
 	}
-	for code, n := range b.c.codes {
+	for code, n := range b.c.Codes {
 		b.refused[code] += n
 	}
 	return nil
@@ -133,12 +134,12 @@ func (b *breaking) one(ctx context.Context, r rule) error {
 
 // told checks that clients learned what was the matter, and nothing else.
 func (b *breaking) told(r rule) error {
-	if len(b.c.codes) == 0 {
+	if len(b.c.Codes) == 0 {
 		return errors.New("nobody noticed")
 	}
-	for code := range b.c.codes {
+	for code := range b.c.Codes {
 		if code != r.code {
-			return fmt.Errorf("clients were told %v, want %s alone: %s", b.c.codes, r.code, b.c.refuse)
+			return fmt.Errorf("clients were told %v, want %s alone: %s", b.c.Codes, r.code, b.c.Refusal)
 		}
 	}
 	return nil
@@ -146,8 +147,8 @@ func (b *breaking) told(r rule) error {
 
 // serves checks that what was acknowledged is served while changes fail.
 func (b *breaking) serves() error {
-	for _, m := range b.c.bodies() {
-		if err := b.c.pull(m, m.digest.String()); err != nil {
+	for _, m := range b.c.Bodies() {
+		if err := b.c.Pull(m, m.Digest.String()); err != nil {
 			return fmt.Errorf("while changes fail: %w", err)
 		}
 	}
@@ -158,43 +159,43 @@ func (b *breaking) serves() error {
 // there already. That is acknowledged, and must hold also when the index hears of the refused ones at the next start.
 func (b *breaking) overtaken(ctx context.Context) error {
 	c := b.c
-	m, err := c.base("team/model", 1, "v1")
+	m, err := c.Base("team/model", 1, "v1")
 	if err != nil {
 		return err
 	}
-	n, err := c.base("team/model", 1)
+	n, err := c.Base("team/model", 1)
 	if err != nil {
 		return err
 	}
 	if err := os.WriteFile(b.file(), []byte("lost|index commit|\n"), 0o600); err != nil {
 		return err
 	}
-	c.faulty = true
-	for _, err := range []error{c.putManifest(n, false, "v1"), c.deleteManifest(m)} {
-		if !errors.Is(err, errRefused) {
+	c.Faulty = true
+	for _, err := range []error{c.PutManifest(n, false, "v1"), c.DeleteManifest(m)} {
+		if !errors.Is(err, rig.ErrRefused) {
 			return fmt.Errorf("the index can't be written: %w", err)
 		}
 	}
-	c.faulty = false
+	c.Faulty = false
 	if err := os.Remove(b.file()); err != nil {
 		return err
 	}
-	if err := c.putManifest(m, false, "v1"); err != nil {
+	if err := c.PutManifest(m, false, "v1"); err != nil {
 		return err
 	}
 	return b.restart(ctx)
 }
 
 func (c chaos) faults(ctx context.Context) error {
-	return c.at("", func(s *site) error {
+	return c.at("", func(s *rig.Site) error {
 		b := newBreaking(s, c.seed)
 		if c.some > 0 {
 			at := int(c.seed % uint64(len(rules)))
 			b.rules = slices.Concat(rules[at:], rules[:at])[:c.some]
 		}
 		err := b.all(ctx)
-		fmt.Fprintf(c.out, "faults: rules %d, refused %s, acknowledged %d, lost %d\n", len(b.rules), told(b.refused), b.c.acked,
-			len(b.k.lost))
+		fmt.Fprintf(c.out, "faults: rules %d, refused %s, acknowledged %d, lost %d\n", len(b.rules), told(b.refused),
+			b.c.Acked, len(b.k.Lost))
 		return err
 	})
 }
@@ -211,18 +212,18 @@ func (b *breaking) all(ctx context.Context) error {
 	if err := b.start(ctx); err != nil {
 		return err
 	}
-	defer func() { b.v.kill() }()
+	defer func() { b.v.Kill() }()
 	if err := b.steps(healthySteps, false); err != nil {
 		return err
 	}
 	for _, r := range b.rules {
 		if err := b.one(ctx, r); err != nil {
-			return fmt.Errorf("rule %q: %w\n%s", r.lines, err, b.v.log)
+			return fmt.Errorf("rule %q: %w\n%s", r.lines, err, b.v.Log)
 		}
 	}
 	if err := b.overtaken(ctx); err != nil {
 		return err
 	}
-	b.k.rebuild(ctx, b.v)
-	return errors.Join(b.k.err(), ctx.Err())
+	b.k.Rebuild(ctx, b.v)
+	return errors.Join(b.k.Err(), ctx.Err())
 }

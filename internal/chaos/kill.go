@@ -8,6 +8,8 @@ import (
 	"sync"
 	"sync/atomic"
 	"time"
+
+	"github.com/kiln-registry/kiln-registry/internal/chaos/rig"
 )
 
 // clients is how many users a registry has in a run.
@@ -15,24 +17,24 @@ const clients = 6
 
 // killing is a run in which a registry is killed at random instants while its clients go on.
 type killing struct {
-	site  *site
+	site  *rig.Site
 	rng   *rand.Rand
 	kills int       // how many
 	until time.Time // when to stop although there were fewer
 
-	check   *checker
-	clients []*client
+	check   *rig.Checker
+	clients []*rig.Client
 	killed  int
 	early   int // of those, before the server was ready
 }
 
-func newKilling(s *site, seed uint64, kills int, limit time.Duration) *killing {
+func newKilling(s *rig.Site, seed uint64, kills int, limit time.Duration) *killing {
 	r := &killing{site: s, rng: rand.New(rand.NewPCG(seed, 0)), kills: kills, until: time.Now().Add(limit)}
 	for i := range clients {
-		r.clients = append(r.clients, newClient(i+1, seed))
-		r.clients[i].board = r.clients[0].board
+		r.clients = append(r.clients, rig.NewClient(i+1, seed))
+		r.clients[i].Board = r.clients[0].Board
 	}
-	r.check = newChecker(s, r.clients)
+	r.check = rig.NewChecker(s, r.clients)
 	return r
 }
 
@@ -45,37 +47,37 @@ func (r *killing) run(ctx context.Context) error {
 		if err := r.cycle(ctx); err != nil {
 			return err
 		}
-		if err := r.check.err(); err != nil {
+		if err := r.check.Err(); err != nil {
 			return err
 		}
 	}
-	v, err := r.site.start()
+	v, err := r.site.Start()
 	if err != nil {
 		return err
 	}
-	defer v.kill()
-	if err := v.ready(ctx); err != nil {
+	defer v.Kill()
+	if err := v.Ready(ctx); err != nil {
 		return err
 	}
-	r.check.check(v, true)
-	r.check.rebuild(ctx, v)
-	return errors.Join(r.check.err(), ctx.Err())
+	r.check.Check(v, true)
+	r.check.Rebuild(ctx, v)
+	return errors.Join(r.check.Err(), ctx.Err())
 }
 
 // cycle starts the server, compares, lets the clients work and kills it.
 func (r *killing) cycle(ctx context.Context) error {
-	v, err := r.site.start()
+	v, err := r.site.Start()
 	if err != nil {
 		return err
 	}
-	defer v.kill()
-	early := time.AfterFunc(time.Hour, v.kill)
+	defer v.Kill()
+	early := time.AfterFunc(time.Hour, v.Kill)
 	if r.rng.IntN(10) == 0 {
 		early.Reset(time.Duration(r.rng.IntN(60)) * time.Millisecond)
 	}
-	err = v.ready(ctx)
+	err = v.Ready(ctx)
 	if !early.Stop() {
-		<-v.ended
+		<-v.Ended
 		r.killed++
 		r.early++
 		return nil
@@ -83,28 +85,28 @@ func (r *killing) cycle(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	r.check.check(v, r.killed%fullEvery == fullEvery-1)
+	r.check.Check(v, r.killed%fullEvery == fullEvery-1)
 	r.work(v, time.Duration(r.rng.IntN(150))*time.Millisecond)
 	r.killed++
 	return nil
 }
 
 // work lets all clients work and kills the server under them after a while.
-func (r *killing) work(v *server, after time.Duration) {
+func (r *killing) work(v *rig.Server, after time.Duration) {
 	var killed atomic.Bool
 	var wg sync.WaitGroup
-	w := v.wire()
-	defer w.close()
+	w := v.Wire()
+	defer w.Close()
 	for _, c := range r.clients {
-		c.wire = w
+		c.Wire = w
 		wg.Go(func() {
 			for !killed.Load() {
-				err := c.step()
+				err := c.Step()
 				if err == nil {
 					continue
 				}
-				if !errors.Is(err, errNoAnswer) || !killed.Load() {
-					r.check.lose("client %d: %v", c.id, err)
+				if !errors.Is(err, rig.ErrNoAnswer) || !killed.Load() {
+					r.check.Lose("client %d: %v", c.ID, err)
 				}
 				return
 			}
@@ -112,22 +114,22 @@ func (r *killing) work(v *server, after time.Duration) {
 	}
 	timer := time.AfterFunc(after, func() {
 		killed.Store(true)
-		v.kill()
+		v.Kill()
 	})
 	wg.Wait()
 	timer.Stop()
-	v.kill()
+	v.Kill()
 }
 
 // acked is how many changes were acknowledged.
 func (r *killing) acked() (sum int) {
 	for _, c := range r.clients {
-		sum += c.acked
+		sum += c.Acked
 	}
 	return sum
 }
 
 func (r *killing) String() string {
 	return fmt.Sprintf("kills %d, during a start %d, acknowledged %d, to be sent again %d, lost %d", r.killed, r.early,
-		r.acked(), r.check.again, len(r.check.lost))
+		r.acked(), r.check.Again, len(r.check.Lost))
 }

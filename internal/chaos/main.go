@@ -1,6 +1,6 @@
-// Command chaos breaks a real registry process and looks at what it had acknowledged: it kills it at random instants and
-// at every durable change, fills its disk, lets changes fail, and damages what it stored. The registry is built with the
-// tag chaos; scripts/chaos.sh does all of it.
+// Command chaos breaks a real registry process and looks at what it had acknowledged: it kills it at random instants
+// and at every durable change, fills its disk, lets changes fail, and damages what it stored. The registry is built with
+// the tag chaos; scripts/chaos.sh does all of it.
 package main
 
 import (
@@ -15,6 +15,8 @@ import (
 	"path/filepath"
 	"syscall"
 	"time"
+
+	"github.com/kiln-registry/kiln-registry/internal/chaos/rig"
 )
 
 func main() {
@@ -74,15 +76,15 @@ func run(ctx context.Context, args []string, out io.Writer) error {
 }
 
 // at makes a site for work, and keeps it if that fails.
-func (c chaos) at(store string, work func(*site) error) error {
-	s, err := newSite(c.bin, c.dir, store)
+func (c chaos) at(store string, work func(*rig.Site) error) error {
+	s, err := rig.NewSite(c.bin, c.dir, store)
 	if err != nil {
 		return err
 	}
 	if err := work(s); err != nil {
-		return fmt.Errorf("%w\nhint: the store is kept in %s", err, s.dir)
+		return fmt.Errorf("%w\nhint: the store is kept in %s", err, s.Dir)
 	}
-	return os.RemoveAll(s.dir)
+	return os.RemoveAll(s.Dir)
 }
 
 func (c chaos) kill(ctx context.Context) error {
@@ -90,7 +92,7 @@ func (c chaos) kill(ctx context.Context) error {
 	if c.store != "" {
 		name = "kill-s3"
 	}
-	return c.at(c.store, func(s *site) error {
+	return c.at(c.store, func(s *rig.Site) error {
 		r := newKilling(s, c.seed, c.kills, c.limit)
 		err := r.run(ctx)
 		if !errors.Is(err, context.Canceled) {

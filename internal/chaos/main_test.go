@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/kiln-registry/kiln-registry/api"
+	"github.com/kiln-registry/kiln-registry/internal/chaos/rig"
 	"github.com/kiln-registry/kiln-registry/internal/tests3"
 )
 
@@ -105,43 +106,43 @@ func TestLossIsSeen(t *testing.T) {
 	c, _ := newChaos(t)
 	for name, lose := range map[string]func(t *testing.T, b *breaking) (lost string){
 		"refs that are not written": func(t *testing.T, b *breaking) string {
-			m := must(b.c.base("lab/x", 1, "v1"))(t)
+			m := must(b.c.Base("lab/x", 1, "v1"))(t)
 			b.lie(t, "lie|write|refs.log")
-			must(0, b.c.deleteManifest(m))(t)
-			b.v.kill()
-			must(0, os.Remove(filepath.Join(b.site.state(), "index.db")))(t) // which knows that refs are missing
-			return "lab/x:v1 is " + m.digest.String() + ", acknowledged was that it is deleted"
+			must(0, b.c.DeleteManifest(m))(t)
+			b.v.Kill()
+			must(0, os.Remove(filepath.Join(b.site.State(), "index.db")))(t) // which knows that refs are missing
+			return "lab/x:v1 is " + m.Digest.String() + ", acknowledged was that it is deleted"
 		},
 		"an upload that got shorter": func(t *testing.T, b *breaking) string {
-			u := must(b.c.begin("lab/x", b.c.fresh(1000)))(t)
-			must(0, b.c.patch(u, 500))(t)
-			path := filepath.Join(b.site.folder(), "uploads", filepath.Base(u.at)+".data")
+			u := must(b.c.Begin("lab/x", b.c.Fresh(1000)))(t)
+			must(0, b.c.Patch(u, 500))(t)
+			path := filepath.Join(b.site.Folder(), "uploads", filepath.Base(u.At)+".data")
 			must(0, os.Truncate(path, 400))(t)
 			return "acknowledged 500, sent 500"
 		},
 		"an upload that is gone": func(t *testing.T, b *breaking) string {
-			u := must(b.c.begin("lab/x", b.c.fresh(1000)))(t)
-			must(0, os.Remove(filepath.Join(b.site.folder(), "uploads", filepath.Base(u.at)+".data")))(t)
+			u := must(b.c.Begin("lab/x", b.c.Fresh(1000)))(t)
+			must(0, os.Remove(filepath.Join(b.site.Folder(), "uploads", filepath.Base(u.At)+".data")))(t)
 			return string(api.CodeBlobUploadUnknown)
 		},
 		"a blob that is gone": func(t *testing.T, b *breaking) string {
-			blob := b.c.fresh(1000)
-			must(0, b.c.post("lab/x", blob))(t)
-			must(0, os.Remove(filepath.Join(b.site.folder(), "blobs/sha256", blob.digest.Hex()[:2], blob.digest.Hex())))(t)
-			return "blob " + blob.digest.String() + " is not on the disk"
+			blob := b.c.Fresh(1000)
+			must(0, b.c.Post("lab/x", blob))(t)
+			must(0, os.Remove(filepath.Join(b.site.Folder(), "blobs/sha256", blob.Digest.Hex()[:2], blob.Digest.Hex())))(t)
+			return "blob " + blob.Digest.String() + " is not on the disk"
 		},
 		"a blob that was damaged": func(t *testing.T, b *breaking) string {
-			blob := b.c.fresh(1000)
-			must(0, b.c.post("lab/x", blob))(t)
-			must(0, b.site.flip(blob.digest, 4321))(t)
-			return "blob " + blob.digest.String() + " on the disk has the digest"
+			blob := b.c.Fresh(1000)
+			must(0, b.c.Post("lab/x", blob))(t)
+			must(0, b.site.Flip(blob.Digest, 4321))(t)
+			return "blob " + blob.Digest.String() + " on the disk has the digest"
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			s := must(newSite(c.bin, c.dir, ""))(t)
+			s := must(rig.NewSite(c.bin, c.dir, ""))(t)
 			b := newBreaking(s, 1)
 			must(0, b.start(t.Context()))(t)
-			defer func() { b.v.kill() }()
+			defer func() { b.v.Kill() }()
 			want := lose(t, b)
 			if err := b.restart(t.Context()); err == nil || !strings.Contains(err.Error(), want) {
 				t.Errorf("got %v, want %q", err, want)
@@ -164,27 +165,5 @@ func must[T any](v T, err error) func(t *testing.T) T {
 			t.Fatal(err)
 		}
 		return v
-	}
-}
-
-// Half of a change must not pass for the whole of it or for nothing.
-func TestSettle(t *testing.T) {
-	a, b := newBlob(1, 1).digest, newBlob(2, 1).digest
-	x, y := key{"r", "x"}, key{"r", "y"}
-	for name, o := range map[string]struct {
-		seen names
-		want bool
-	}{
-		"all":     {names{x: b, y: b}, true},
-		"nothing": {names{x: a}, true},
-		"half":    {names{x: b}, false},
-		"another": {names{x: a, y: a}, false},
-	} {
-		l := newLedger()
-		l.made(change{x: a})
-		l.doubts = []change{{x: b, y: b}}
-		if wrong := l.settle(o.seen); (len(wrong) == 0) != o.want {
-			t.Errorf("%s: %q", name, wrong)
-		}
 	}
 }

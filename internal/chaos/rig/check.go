@@ -1,4 +1,4 @@
-package main
+package rig
 
 import (
 	"context"
@@ -19,36 +19,39 @@ import (
 	"github.com/kiln-registry/kiln-registry/index"
 )
 
-// verdict is what a run found. It is safe for concurrent use.
-type verdict struct {
-	mu    sync.Mutex
-	lost  []string // what was acknowledged and is not there as it was
-	bad   []string // all else that must not be
-	again int      // uploads that have to be sent again as their last request got no answer
+// Verdict is what a run found. It is safe for concurrent use.
+type Verdict struct {
+	Lost  []string // what was acknowledged and is not there as it was
+	Again int      // uploads that have to be sent again as their last request got no answer
+
+	mu  sync.Mutex
+	bad []string // all else that must not be
 }
 
-func (v *verdict) lose(format string, args ...any) {
+// Lose notes that something which was acknowledged is not there as it was.
+func (v *Verdict) Lose(format string, args ...any) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	v.lost = append(v.lost, fmt.Sprintf(format, args...))
+	v.Lost = append(v.Lost, fmt.Sprintf(format, args...))
 }
 
-func (v *verdict) blame(format string, args ...any) {
+// blame notes anything else that must not be.
+func (v *Verdict) blame(format string, args ...any) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	v.bad = append(v.bad, fmt.Sprintf(format, args...))
 }
 
-// err is nil if nothing was found.
-func (v *verdict) err() error {
+// Err is nil if nothing was found.
+func (v *Verdict) Err() error {
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	if len(v.lost)+len(v.bad) == 0 {
+	if len(v.Lost)+len(v.bad) == 0 {
 		return nil
 	}
 	const most = 20
 	var text []string
-	for _, s := range v.lost {
+	for _, s := range v.Lost {
 		text = append(text, "lost: "+s)
 	}
 	for _, s := range v.bad {
@@ -60,21 +63,23 @@ func (v *verdict) err() error {
 	return errors.New(strings.Join(text, "\n"))
 }
 
-// checker compares a registry with what its clients were told. It remembers what it has compared, as nothing that was
+// Checker compares a registry with what its clients were told. It remembers what it has compared, as nothing that was
 // once durable changes by itself: only a full check looks at everything again.
-type checker struct {
-	verdict
-	site    *site
-	clients []*client
+type Checker struct {
+	Verdict
+	Site   *Site
+	Spoilt map[identity.Digest]bool // damaged on purpose, and not yet healed
+
+	clients []*Client
 	seen    map[any]bool
 	files   map[identity.Digest]fs.FileInfo // of the store's folder, as they were when they were hashed
-	spoilt  map[identity.Digest]bool        // damaged on purpose, and not yet healed
 }
 
-func newChecker(s *site, clients []*client) *checker {
-	return &checker{
-		site: s, clients: clients, seen: map[any]bool{}, files: map[identity.Digest]fs.FileInfo{},
-		spoilt: map[identity.Digest]bool{},
+// NewChecker returns a checker of what a site's registry tells its clients.
+func NewChecker(s *Site, clients []*Client) *Checker {
+	return &Checker{
+		Site: s, clients: clients, seen: map[any]bool{}, files: map[identity.Digest]fs.FileInfo{},
+		Spoilt: map[identity.Digest]bool{},
 	}
 }
 
@@ -95,14 +100,14 @@ func each(tasks []func()) {
 	wg.Wait()
 }
 
-// check looks at a server that has just started. Nothing else may use it.
-func (k *checker) check(v *server, full bool) {
+// Check looks at a server that has just started. Nothing else may use it.
+func (k *Checker) Check(v *Server, full bool) {
 	if full {
 		clear(k.seen)
 		clear(k.files)
 	}
-	w := v.wire()
-	defer w.close()
+	w := v.Wire()
+	defer w.Close()
 	rows, err := w.export()
 	if err != nil {
 		k.blame("%v", err)
@@ -121,44 +126,44 @@ func (k *checker) check(v *server, full bool) {
 		tasks = append(tasks, func() { k.sessions(w, c) })
 	}
 	each(tasks)
-	if folder := k.site.folder(); folder != "" {
+	if folder := k.Site.Folder(); folder != "" {
 		k.folder(folder)
 	}
-	for _, line := range v.log.wrong() {
+	for _, line := range v.Log.wrong() {
 		k.blame("the log says: %s", line)
 	}
 }
 
 // isNew says whether something was not looked at before.
-func (k *checker) isNew(what any) bool {
+func (k *Checker) isNew(what any) bool {
 	was := k.seen[what]
 	k.seen[what] = true
 	return !was
 }
 
 // names compares all names that there are with all that were acknowledged.
-func (k *checker) names(seen names) {
-	want := names{}
+func (k *Checker) names(seen Names) {
+	want := Names{}
 	for _, c := range k.clients {
 		for _, text := range c.settle(seen) {
-			k.blame("client %d: %s", c.id, text)
+			k.blame("client %d: %s", c.ID, text)
 		}
-		maps.Copy(want, c.ledger.names)
+		maps.Copy(want, c.Ledger.Names)
 	}
 	for name, d := range want {
 		if seen[name] != d {
-			k.lose("%s:%s is %s, acknowledged was %s", name.repo, name.name, seen[name], d)
+			k.Lose("%s:%s is %s, acknowledged was %s", name.Repo, name.Name, seen[name], d)
 		}
 	}
 	for name, d := range seen {
 		if _, ok := want[name]; !ok {
-			k.lose("%s:%s is %s, acknowledged was that it is deleted", name.repo, name.name, d)
+			k.Lose("%s:%s is %s, acknowledged was that it is deleted", name.Repo, name.Name, d)
 		}
 	}
 }
 
 // listings compares the lists of tags with the export.
-func (k *checker) listings(w *wire, rows []index.Row) (tasks []func()) {
+func (k *Checker) listings(w *Wire, rows []index.Row) (tasks []func()) {
 	for _, repo := range repositories {
 		want, exists := []string{}, false
 		for _, r := range rows {
@@ -172,8 +177,8 @@ func (k *checker) listings(w *wire, rows []index.Row) (tasks []func()) {
 		}
 		tasks = append(tasks, func() {
 			var list api.TagList
-			if err := w.json(api.PathTags(repo), &list); err != nil || !slices.Equal(list.Tags, want) {
-				k.lose("tags of %s: %q, want %q, %v", repo, list.Tags, want, err)
+			if err := w.JSON(api.PathTags(repo), &list); err != nil || !slices.Equal(list.Tags, want) {
+				k.Lose("tags of %s: %q, want %q, %v", repo, list.Tags, want, err)
 			}
 		})
 	}
@@ -181,78 +186,78 @@ func (k *checker) listings(w *wire, rows []index.Row) (tasks []func()) {
 }
 
 // manifest checks that a manifest is whole, and all that it refers to.
-func (k *checker) manifest(w *wire, r index.Row) {
+func (k *Checker) manifest(w *Wire, r index.Row) {
 	a, err := w.do("GET", api.PathManifest(r.Repository, r.Digest.String()), nil)
-	if err != nil || a.broken != nil || a.status != http.StatusOK || identity.Sum(a.body) != r.Digest {
-		k.lose("manifest %s of %s: %s, %v, %v", r.Digest, r.Repository, a, err, a.broken)
+	if err != nil || a.broken != nil || a.Status != http.StatusOK || identity.Sum(a.Body) != r.Digest {
+		k.Lose("manifest %s of %s: %s, %v, %v", r.Digest, r.Repository, a, err, a.broken)
 		return
 	}
 	for _, d := range r.Refers {
 		a, err := w.do("HEAD", api.PathBlob(r.Repository, d), nil)
-		if err != nil || a.status != http.StatusOK {
-			k.lose("manifest %s of %s is not complete: blob %s: %d, %v", r.Digest, r.Repository, d, a.status, err)
+		if err != nil || a.Status != http.StatusOK {
+			k.Lose("manifest %s of %s is not complete: blob %s: %d, %v", r.Digest, r.Repository, d, a.Status, err)
 		}
 	}
 }
 
 // blobs checks which blobs a client finds. One in doubt is taken for what it is found to be.
-func (k *checker) blobs(w *wire, c *client) (tasks []func()) {
-	for p, b := range c.ledger.blobs {
+func (k *Checker) blobs(w *Wire, c *Client) (tasks []func()) {
+	for p, b := range c.Ledger.Blobs {
 		if k.isNew(p) {
 			tasks = append(tasks, func() { k.blob(w, p, b) })
 		}
 	}
 	for p := range c.gone {
-		if !k.isNew(struct{ place }{p}) {
+		if !k.isNew(struct{ Place }{p}) {
 			continue
 		}
 		tasks = append(tasks, func() {
-			if a, err := w.do("HEAD", api.PathBlob(p.repo, p.digest), nil); err != nil || a.status != http.StatusNotFound {
-				k.lose("blob %s of %s: %d, %v, acknowledged was that it is deleted", p.digest, p.repo, a.status, err)
+			if a, err := w.do("HEAD", api.PathBlob(p.Repo, p.Digest), nil); err != nil || a.Status != http.StatusNotFound {
+				k.Lose("blob %s of %s: %d, %v, acknowledged was that it is deleted", p.Digest, p.Repo, a.Status, err)
 			}
 		})
 	}
 	return append(tasks, func() {
 		for p, b := range c.maybe {
-			a, err := w.do("HEAD", api.PathBlob(p.repo, p.digest), nil)
+			a, err := w.do("HEAD", api.PathBlob(p.Repo, p.Digest), nil)
 			switch {
-			case err == nil && a.status == http.StatusOK:
-				c.held(p.repo, b)
+			case err == nil && a.Status == http.StatusOK:
+				c.held(p.Repo, b)
 				k.blob(w, p, b)
-			case err == nil && a.status == http.StatusNotFound:
+			case err == nil && a.Status == http.StatusNotFound:
 				delete(c.maybe, p)
 			default:
-				k.blame("blob %s of %s: %s, %v", p.digest, p.repo, a, err)
+				k.blame("blob %s of %s: %s, %v", p.Digest, p.Repo, a, err)
 			}
 		}
 	})
 }
 
-func (k *checker) blob(w *wire, p place, b blob) {
-	a, err := w.do("GET", api.PathBlob(p.repo, p.digest), nil)
-	if err != nil || a.broken != nil || a.status != http.StatusOK || identity.Sum(a.body) != p.digest {
-		k.lose("blob %s of %s: status %d, %d bytes of %d, %v, %v", p.digest, p.repo, a.status, len(a.body), b.length, err,
+func (k *Checker) blob(w *Wire, p Place, b Blob) {
+	a, err := w.do("GET", api.PathBlob(p.Repo, p.Digest), nil)
+	if err != nil || a.broken != nil || a.Status != http.StatusOK || identity.Sum(a.Body) != p.Digest {
+		k.Lose("blob %s of %s: status %d, %d bytes of %d, %v, %v", p.Digest, p.Repo, a.Status, len(a.Body), b.Length, err,
 			a.broken)
 	}
 }
 
 // finds checks that each base and each artifact is found by what it is made of.
-func (k *checker) finds(w *wire, c *client) (tasks []func()) {
-	for _, m := range c.bodies() {
+func (k *Checker) finds(w *Wire, c *Client) (tasks []func()) {
+	for _, m := range c.Bodies() {
 		path := ""
 		switch {
 		case !m.base.IsZero():
 			path = api.PathBase(m.base)
 		case !m.subject.IsZero():
-			path = api.PathReferrers(m.repo, m.subject)
+			path = api.PathReferrers(m.Repo, m.subject)
 		}
-		if path == "" || !k.isNew("find"+m.digest.Hex()) {
+		if path == "" || !k.isNew("find"+m.Digest.Hex()) {
 			continue
 		}
 		tasks = append(tasks, func() {
 			a, err := w.do("GET", path, nil)
-			if err != nil || a.status != http.StatusOK || !strings.Contains(string(a.body), m.digest.Hex()) {
-				k.lose("manifest %s of %s is not found by %s: %s, %v", m.digest, m.repo, path, a, err)
+			if err != nil || a.Status != http.StatusOK || !strings.Contains(string(a.Body), m.Digest.Hex()) {
+				k.Lose("manifest %s of %s is not found by %s: %s, %v", m.Digest, m.Repo, path, a, err)
 			}
 		})
 	}
@@ -260,12 +265,12 @@ func (k *checker) finds(w *wire, c *client) (tasks []func()) {
 }
 
 // sessions checks that the open uploads of a client are where they were acknowledged to be, or after it.
-func (k *checker) sessions(w *wire, c *client) {
-	c.wire = w
-	for _, s := range slices.Clone(c.ledger.sessions) {
+func (k *Checker) sessions(w *Wire, c *Client) {
+	c.Wire = w
+	for _, s := range slices.Clone(c.Ledger.Sessions) {
 		switch gone, err := c.locate(s); {
 		case err != nil:
-			k.lose("client %d: %v", c.id, err)
+			k.Lose("client %d: %v", c.ID, err)
 		case gone:
 			k.committed(w, s)
 		}
@@ -274,23 +279,23 @@ func (k *checker) sessions(w *wire, c *client) {
 
 // committed counts an upload that a kill hit between the moment in which it became a blob and the one in which its
 // repository had that blob: the bytes are in the store, and the client has to send them again all the same.
-func (k *checker) committed(w *wire, s *session) {
-	if !s.commits || s.acked == 0 {
+func (k *Checker) committed(w *Wire, s *Session) {
+	if !s.commits || s.Acked == 0 {
 		return
 	}
-	a, err := w.do("HEAD", api.PathBlob(s.repo, s.blob.digest), nil)
+	a, err := w.do("HEAD", api.PathBlob(s.Repo, s.Blob.Digest), nil)
 	switch {
-	case err == nil && a.status == http.StatusNotFound:
+	case err == nil && a.Status == http.StatusNotFound:
 		k.mu.Lock()
 		defer k.mu.Unlock()
-		k.again++
-	case err != nil || a.status != http.StatusOK:
-		k.blame("blob %s of %s: %s, %v", s.blob.digest, s.repo, a, err)
+		k.Again++
+	case err != nil || a.Status != http.StatusOK:
+		k.blame("blob %s of %s: %s, %v", s.Blob.Digest, s.Repo, a, err)
 	}
 }
 
 // folder checks that every blob on the disk is what its name says, and that those that were acknowledged are there.
-func (k *checker) folder(dir string) {
+func (k *Checker) folder(dir string) {
 	found := map[identity.Digest]bool{}
 	err := filepath.WalkDir(filepath.Join(dir, "blobs"), func(path string, e fs.DirEntry, err error) error {
 		if err != nil || e.IsDir() {
@@ -307,16 +312,16 @@ func (k *checker) folder(dir string) {
 		k.blame("blobs on the disk: %v", err)
 	}
 	for _, c := range k.clients {
-		for p := range c.ledger.blobs {
-			if !found[p.digest] {
-				k.lose("blob %s is not on the disk", p.digest)
+		for p := range c.Ledger.Blobs {
+			if !found[p.Digest] {
+				k.Lose("blob %s is not on the disk", p.Digest)
 			}
 		}
 	}
 }
 
 // file hashes a blob, unless the file is the one that was hashed before.
-func (k *checker) file(d identity.Digest, path string) error {
+func (k *Checker) file(d identity.Digest, path string) error {
 	st, err := os.Stat(path)
 	if err != nil {
 		return err
@@ -334,18 +339,18 @@ func (k *checker) file(d identity.Digest, path string) error {
 	if _, err := io.Copy(h, f); err != nil {
 		return err
 	}
-	if got := identity.DigestOf(h); got != d && !k.spoilt[d] {
+	if got := identity.DigestOf(h); got != d && !k.Spoilt[d] {
 		k.blame("blob %s on the disk has the digest %s", d, got)
 	}
 	return nil
 }
 
-// anew checks that a server makes its index anew as it was. It forgets what no store knows.
-func (k *checker) anew(v *server) {
-	w := v.wire()
+// Anew checks that a server makes its index anew as it was. It forgets what no store knows.
+func (k *Checker) Anew(v *Server) {
+	w := v.Wire()
 	before, err := w.export()
 	if err == nil {
-		err = w.operate("/reindex")
+		err = w.Operate("/reindex")
 	}
 	after, err2 := w.export()
 	if err = errors.Join(err, err2); err != nil {
@@ -355,7 +360,7 @@ func (k *checker) anew(v *server) {
 	for i := range max(len(before), len(after)) {
 		was, now := nth(before, i), nth(after, i)
 		if was != now {
-			k.lose("after a reindex the export is another one: line %d: %s\nnow: %s", i+1, was, now)
+			k.Lose("after a reindex the export is another one: line %d: %s\nnow: %s", i+1, was, now)
 			return
 		}
 	}
@@ -369,11 +374,11 @@ func nth(rows []index.Row, i int) string {
 	return fmt.Sprintf("%+v", rows[i])
 }
 
-// rebuild checks that the registry can be made anew from its store alone, with a server and without, and that kiln-pull
+// Rebuild checks that the registry can be made anew from its store alone, with a server and without, and that kiln-pull
 // gets whole models out of it. The server is stopped.
-func (k *checker) rebuild(ctx context.Context, v *server) {
+func (k *Checker) Rebuild(ctx context.Context, v *Server) {
 	export := func() string {
-		text, err := k.site.registry(ctx, "export")
+		text, err := k.Site.Registry(ctx, "export")
 		if err != nil {
 			k.blame("%v", err)
 		}
@@ -382,41 +387,41 @@ func (k *checker) rebuild(ctx context.Context, v *server) {
 	want := export()
 	same := func(when string) {
 		if got := export(); got != want {
-			k.lose("%s the export is another one: %s", when, differ(want, got))
+			k.Lose("%s the export is another one: %s", when, differ(want, got))
 		}
 	}
-	if _, err := k.site.registry(ctx, "reindex"); err != nil {
+	if _, err := k.Site.Registry(ctx, "reindex"); err != nil {
 		k.blame("%v", err)
 	}
 	same("after a reindex by the server")
 	k.pulls(ctx, v)
-	if err := v.stop(); err != nil {
+	if err := v.Stop(); err != nil {
 		k.blame("%v", err)
 	}
 	same("without a server")
-	if _, err := k.site.registry(ctx, "reindex"); err != nil {
+	if _, err := k.Site.Registry(ctx, "reindex"); err != nil {
 		k.blame("%v", err)
 	}
 	same("after a reindex without a server")
 	for _, c := range k.clients {
-		c.forget()
+		c.Forget()
 	}
 }
 
 // pulls has the real kiln-pull get one base of each client.
-func (k *checker) pulls(ctx context.Context, v *server) {
+func (k *Checker) pulls(ctx context.Context, v *Server) {
 	for _, c := range k.clients {
 		bases := c.bases()
 		if len(bases) == 0 {
 			continue
 		}
 		m := bases[0]
-		ref := fmt.Sprintf("%s/%s@%s", strings.TrimPrefix(v.url, "http://"), m.repo, m.digest)
-		to := fmt.Sprintf("pulled-%d", c.id)
-		if _, err := k.site.command(ctx, "kiln-pull", "pull", ref, to); err != nil {
-			k.lose("%v", err)
+		ref := fmt.Sprintf("%s/%s@%s", strings.TrimPrefix(v.URL, "http://"), m.Repo, m.Digest)
+		to := fmt.Sprintf("pulled-%d", c.ID)
+		if _, err := k.Site.Command(ctx, "kiln-pull", "pull", ref, to); err != nil {
+			k.Lose("%v", err)
 		}
-		_ = os.RemoveAll(filepath.Join(k.site.dir, to)) // the whole site goes later
+		_ = os.RemoveAll(filepath.Join(k.Site.Dir, to)) // the whole site goes later
 	}
 }
 

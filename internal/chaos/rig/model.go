@@ -1,4 +1,4 @@
-package main
+package rig
 
 import (
 	"crypto/sha256"
@@ -13,27 +13,29 @@ import (
 	"github.com/kiln-registry/kiln-registry/index"
 )
 
-// blob is the content of a blob that can be made again: a safetensors file of one tensor, from a seed.
-type blob struct {
+// Blob is the content of a blob that can be made again: a safetensors file of one tensor, from a seed.
+type Blob struct {
 	seed   uint64
-	size   int // of the tensor, bytes
-	digest identity.Digest
-	length int64 // of the whole, bytes
+	Size   int // of the tensor, bytes; negative: it is an empty JSON object instead
+	Digest identity.Digest
+	Length int64 // of the whole, bytes
 }
 
-func newBlob(seed uint64, size int) blob {
-	b := blob{seed: seed, size: size}
-	whole := b.bytes()
-	b.digest, b.length = identity.Sum(whole), int64(len(whole))
+// newBlob makes a blob. The same seed and size make the same one.
+func newBlob(seed uint64, size int) Blob {
+	b := Blob{seed: seed, Size: size}
+	whole := b.Bytes()
+	b.Digest, b.Length = identity.Sum(whole), int64(len(whole))
 	return b
 }
 
-func (b blob) bytes() []byte {
-	if b.size < 0 {
+// Bytes makes the content.
+func (b Blob) Bytes() []byte {
+	if b.Size < 0 {
 		return []byte("{}")
 	}
-	head := fmt.Sprintf(`{"w":{"dtype":"U8","shape":[%d],"data_offsets":[0,%d]}}`, b.size, b.size)
-	whole := make([]byte, 8+len(head)+b.size)
+	head := fmt.Sprintf(`{"w":{"dtype":"U8","shape":[%d],"data_offsets":[0,%d]}}`, b.Size, b.Size)
+	whole := make([]byte, 8+len(head)+b.Size)
 	binary.LittleEndian.PutUint64(whole, uint64(len(head)))
 	copy(whole[8:], head)
 	var seed [32]byte
@@ -51,10 +53,10 @@ const (
 	indexType = "application/vnd.oci.image.index.v1+json"
 )
 
-// manifest is a manifest that a client made.
-type manifest struct {
-	repo      string
-	digest    identity.Digest
+// Manifest is a manifest that a client made.
+type Manifest struct {
+	Repo      string
+	Digest    identity.Digest
 	mediaType string
 	body      []byte
 	base      identity.Aggregate // zero: it is no base
@@ -81,37 +83,39 @@ type document struct {
 	Annotations   map[string]string `json:"annotations"`
 }
 
-func (d document) manifest(repo string) (m manifest, err error) {
+// manifest makes the bytes of a document for a repository.
+func (d document) manifest(repo string) (m Manifest, err error) {
 	d.SchemaVersion, d.MediaType = 2, imageType
 	if len(d.Manifests) > 0 {
 		d.MediaType = indexType
 	} else {
-		d.Config = &descriptor{MediaType: "application/vnd.oci.empty.v1+json", Digest: empty.digest, Size: empty.length}
+		d.Config = &descriptor{MediaType: "application/vnd.oci.empty.v1+json", Digest: empty.Digest, Size: empty.Length}
 	}
-	m = manifest{repo: repo, mediaType: d.MediaType}
+	m = Manifest{Repo: repo, mediaType: d.MediaType}
 	if m.body, err = json.Marshal(d); err != nil {
 		return m, err
 	}
-	m.digest = identity.Sum(m.body)
+	m.Digest = identity.Sum(m.body)
 	if d.Subject != nil {
 		m.subject = d.Subject.Digest
 	}
 	return m, nil
 }
 
-func (m manifest) descriptor() *descriptor {
-	return &descriptor{MediaType: m.mediaType, Digest: m.digest, Size: int64(len(m.body))}
+// descriptor is how another manifest refers to it.
+func (m Manifest) descriptor() *descriptor {
+	return &descriptor{MediaType: m.mediaType, Digest: m.Digest, Size: int64(len(m.body))}
 }
 
 // baseOf makes the manifest of a base of shards. Nobody else makes one of that digest.
-func baseOf(repo, mark string, shards []blob) (manifest, error) {
+func baseOf(repo, mark string, shards []Blob) (Manifest, error) {
 	d := document{ArtifactType: api.ArtifactTypeBase, Annotations: map[string]string{"mark": mark}}
 	var set []identity.Shard
 	for i, b := range shards {
 		name := fmt.Sprintf("model-%05d-of-%05d.safetensors", i+1, len(shards))
-		d.Layers = append(d.Layers, descriptor{api.MediaTypeWeight, b.digest, b.length,
+		d.Layers = append(d.Layers, descriptor{api.MediaTypeWeight, b.Digest, b.Length,
 			map[string]string{api.AnnotationFilepath: name, "org.opencontainers.image.title": name}})
-		set = append(set, identity.Shard{Filename: name, Size: uint64(b.length), Digest: b.digest})
+		set = append(set, identity.Shard{Filename: name, Size: uint64(b.Length), Digest: b.Digest})
 	}
 	m, err := d.manifest(repo)
 	if err != nil {
@@ -122,16 +126,16 @@ func baseOf(repo, mark string, shards []blob) (manifest, error) {
 	return m, err
 }
 
-// key is a name of a repository: a tag, or a manifest's digest in text form.
-type key struct{ repo, name string }
+// Key is a name of a repository: a tag, or a manifest's digest in text form.
+type Key struct{ Repo, Name string }
 
-// names is what names point to.
-type names map[key]identity.Digest
+// Names is what names point to.
+type Names map[Key]identity.Digest
 
-// change is a change of some names, made whole or not at all. A zero digest takes a name away.
-type change map[key]identity.Digest
+// Change is a change of some names, made whole or not at all. A zero digest takes a name away.
+type Change map[Key]identity.Digest
 
-func (n names) apply(c change) {
+func (n Names) apply(c Change) {
 	for k, d := range c {
 		if d.IsZero() {
 			delete(n, k)
@@ -142,7 +146,7 @@ func (n names) apply(c change) {
 }
 
 // is says whether the names that c changes are as c makes them.
-func (n names) is(c change) bool {
+func (n Names) is(c Change) bool {
 	for k, d := range c {
 		if n[k] != d {
 			return false
@@ -152,60 +156,63 @@ func (n names) is(c change) bool {
 }
 
 // namesOf is what an export says.
-func namesOf(rows []index.Row) names {
-	n := names{}
+func namesOf(rows []index.Row) Names {
+	n := Names{}
 	for _, r := range rows {
 		if r.Type == "tag" {
-			n[key{r.Repository, r.Tag}] = r.Digest
+			n[Key{r.Repository, r.Tag}] = r.Digest
 		} else {
-			n[key{r.Repository, r.Digest.String()}] = r.Digest
+			n[Key{r.Repository, r.Digest.String()}] = r.Digest
 		}
 	}
 	return n
 }
 
-// place is a blob in a repository.
-type place struct {
-	repo   string
-	digest identity.Digest
+// Place is a blob in a repository.
+type Place struct {
+	Repo   string
+	Digest identity.Digest
 }
 
-// session is an upload that a client began.
-type session struct {
-	repo, at string // at is its URL on the server, which stays the same
-	blob     blob
-	acked    int64 // bytes that the server said it has
-	sent     int64 // bytes that it may have
-	ending   bool  // it was asked to end, and there was no answer
-	commits  bool  // as a blob
-	refused  bool  // as the server failed
-	unsure   bool  // where it is has to be asked
+// Session is an upload that a client began.
+type Session struct {
+	Repo   string
+	At     string // its URL on the server, which stays the same
+	Blob   Blob
+	Acked  int64 // bytes that the server said it has
+	Sent   int64 // bytes that it may have
+	Ending bool  // it was asked to end, and there was no good answer
+
+	commits bool // it was asked to end as a blob
+	refused bool // the answer was that the server failed
+	unsure  bool // where it is has to be asked
 }
 
-// ledger is what one client was told by a registry. Names and manifests in it are this client's own: no other changes
+// Ledger is what one client was told by a registry. Names and manifests in it are this client's own: no other changes
 // them.
-type ledger struct {
-	names     names
-	doubts    []change // asked for, and not known whether they were made
-	manifests map[identity.Digest]manifest
-	blobs     map[place]blob // held
-	maybe     map[place]blob // asked to be held, or to be held no more
-	gone      map[place]bool // held no more
-	sessions  []*session
+type Ledger struct {
+	Names    Names
+	Blobs    map[Place]Blob // held
+	Sessions []*Session     // open
+
+	doubts    []Change // asked for, and not known whether they were made
+	manifests map[identity.Digest]Manifest
+	maybe     map[Place]Blob // asked to be held, or to be held no more
+	gone      map[Place]bool // held no more
 }
 
-func newLedger() ledger {
-	return ledger{
-		names: names{}, manifests: map[identity.Digest]manifest{},
-		blobs: map[place]blob{}, maybe: map[place]blob{}, gone: map[place]bool{},
+func newLedger() Ledger {
+	return Ledger{
+		Names: Names{}, manifests: map[identity.Digest]Manifest{},
+		Blobs: map[Place]Blob{}, maybe: map[Place]Blob{}, gone: map[Place]bool{},
 	}
 }
 
 // made notes a change that was acknowledged. It is later than every one in doubt that is about the same names.
-func (l *ledger) made(c change) {
-	l.names.apply(c)
+func (l *Ledger) made(c Change) {
+	l.Names.apply(c)
 	for _, d := range l.doubts {
-		maps.DeleteFunc(d, func(k key, _ identity.Digest) bool {
+		maps.DeleteFunc(d, func(k Key, _ identity.Digest) bool {
 			_, ok := c[k]
 			return ok
 		})
@@ -214,8 +221,8 @@ func (l *ledger) made(c change) {
 
 // settle compares what names point to with what was acknowledged, and takes it for acknowledged from then on where that
 // was in doubt: what was once seen must stay. It returns what should be otherwise.
-func (l *ledger) settle(seen names) (wrong []string) {
-	asked := map[key]int{}
+func (l *Ledger) settle(seen Names) (wrong []string) {
+	asked := map[Key]int{}
 	for _, d := range l.doubts {
 		for k := range d {
 			asked[k]++
@@ -233,7 +240,7 @@ func (l *ledger) settle(seen names) (wrong []string) {
 	for _, d := range l.doubts {
 		for k, v := range d {
 			if seen[k] == v {
-				l.names.apply(change{k: v})
+				l.Names.apply(Change{k: v})
 			}
 		}
 	}
@@ -242,28 +249,28 @@ func (l *ledger) settle(seen names) (wrong []string) {
 }
 
 // before is what the names that c changes were acknowledged to be.
-func (l *ledger) before(c change) change {
-	was := change{}
+func (l *Ledger) before(c Change) Change {
+	was := Change{}
 	for k := range c {
-		was[k] = l.names[k]
+		was[k] = l.Names[k]
 	}
 	return was
 }
 
 // held notes that a blob is in a repository.
-func (l *ledger) held(repo string, b blob) {
-	p := place{repo, b.digest}
+func (l *Ledger) held(repo string, b Blob) {
+	p := Place{repo, b.Digest}
 	delete(l.gone, p)
 	delete(l.maybe, p)
-	l.blobs[p] = b
+	l.Blobs[p] = b
 }
 
-// forget notes that the index was made anew: what only it knew is gone.
-func (l *ledger) forget() {
-	clear(l.blobs)
+// Forget notes that the index was made anew: what only it knew is gone.
+func (l *Ledger) Forget() {
+	clear(l.Blobs)
 	clear(l.gone)
 	clear(l.maybe)
-	l.sessions = nil
+	l.Sessions = nil
 }
 
 // mark makes a text that no other manifest has.

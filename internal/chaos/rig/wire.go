@@ -1,4 +1,4 @@
-package main
+package rig
 
 import (
 	"bytes"
@@ -16,8 +16,8 @@ import (
 	"github.com/kiln-registry/kiln-registry/registry/upkeep"
 )
 
-// wire sends requests to the server that runs now.
-type wire struct {
+// Wire sends requests to the server that runs now.
+type Wire struct {
 	url    string
 	client *http.Client
 	admin  *http.Client // speaks to the administration socket
@@ -26,36 +26,37 @@ type wire struct {
 // requestLimit is how long an answer may take: nothing here is large.
 const requestLimit = 30 * time.Second
 
-// wire returns a wire to the server, which is ready.
-func (v *server) wire() *wire {
-	return &wire{v.url, &http.Client{
+// Wire returns a wire to the server, which is ready.
+func (v *Server) Wire() *Wire {
+	return &Wire{v.URL, &http.Client{
 		Transport: &http.Transport{MaxIdleConnsPerHost: 64, DisableCompression: true}, Timeout: requestLimit,
 	}, socketClient(v.state)}
 }
 
-func (w *wire) close() { w.client.CloseIdleConnections() }
+// Close closes its connections.
+func (w *Wire) Close() { w.client.CloseIdleConnections() }
 
-// answer is an answer to a request.
-type answer struct {
-	status int
+// Answer is an answer to a request.
+type Answer struct {
+	Status int
 	header http.Header
-	body   []byte
+	Body   []byte
 	broken error // the body ended too early
 }
 
-// code returns the code of an error's answer; empty if it has none.
-func (a answer) code() api.Code {
+// Code returns the code of an error's answer; empty if it has none.
+func (a Answer) Code() api.Code {
 	var e api.Errors
-	if json.Unmarshal(a.body, &e) != nil || len(e.Errors) == 0 {
+	if json.Unmarshal(a.Body, &e) != nil || len(e.Errors) == 0 {
 		return ""
 	}
 	return e.Errors[0].Code
 }
 
-func (a answer) String() string { return fmt.Sprintf("%d %.200s", a.status, a.body) }
+func (a Answer) String() string { return fmt.Sprintf("%d %.200s", a.Status, a.Body) }
 
 // do sends a request and reads the answer. An error says that none came. header is pairs of name and value.
-func (w *wire) do(method, path string, body []byte, header ...string) (a answer, err error) {
+func (w *Wire) do(method, path string, body []byte, header ...string) (a Answer, err error) {
 	req, err := http.NewRequest(method, w.url+path, bytes.NewReader(body))
 	if err != nil {
 		return a, err
@@ -68,13 +69,13 @@ func (w *wire) do(method, path string, body []byte, header ...string) (a answer,
 		return a, err
 	}
 	defer res.Body.Close()
-	a = answer{status: res.StatusCode, header: res.Header}
-	a.body, a.broken = io.ReadAll(res.Body)
+	a = Answer{Status: res.StatusCode, header: res.Header}
+	a.Body, a.broken = io.ReadAll(res.Body)
 	return a, nil
 }
 
-// json reads a document, which must be there.
-func (w *wire) json(path string, v any) error {
+// JSON reads a document, which must be there.
+func (w *Wire) JSON(path string, v any) error {
 	a, err := w.do("GET", path, nil)
 	if err == nil {
 		err = a.broken
@@ -82,10 +83,10 @@ func (w *wire) json(path string, v any) error {
 	if err != nil {
 		return err
 	}
-	if a.status != http.StatusOK {
+	if a.Status != http.StatusOK {
 		return fmt.Errorf("GET %s: %s", path, a)
 	}
-	return json.Unmarshal(a.body, v)
+	return json.Unmarshal(a.Body, v)
 }
 
 // socketClient speaks to the administration socket in a state folder.
@@ -100,7 +101,7 @@ func socketClient(state string) *http.Client {
 }
 
 // export reads all manifests and tags of the server.
-func (w *wire) export() (rows []index.Row, err error) {
+func (w *Wire) export() (rows []index.Row, err error) {
 	res, err := w.admin.Get("http://registry/export")
 	if err != nil {
 		return nil, err
@@ -121,28 +122,28 @@ func (w *wire) export() (rows []index.Row, err error) {
 	}
 }
 
-// operate has the server do something by its administration socket. An error that is errNoAnswer says that it may have
+// Operate has the server do something by its administration socket. An error that is errNoAnswer says that it may have
 // been done, or a part of it.
-func (w *wire) operate(path string) error {
+func (w *Wire) Operate(path string) error {
 	res, err := w.admin.Post("http://registry"+path, "", nil)
 	if err != nil {
-		return fmt.Errorf("%w to %s: %w", errNoAnswer, path, err)
+		return fmt.Errorf("%w to %s: %w", ErrNoAnswer, path, err)
 	}
 	defer res.Body.Close()
 	b, err := io.ReadAll(res.Body)
 	switch {
 	case err != nil:
-		return fmt.Errorf("%w to %s to the end: %w", errNoAnswer, path, err)
+		return fmt.Errorf("%w to %s to the end: %w", ErrNoAnswer, path, err)
 	case res.StatusCode != http.StatusOK || bytes.Contains(b, []byte(`"error":`)):
 		return fmt.Errorf("%s: %s %s", path, res.Status, b)
 	}
 	return nil
 }
 
-// collect removes all blobs that nothing refers to, however young.
-func (w *wire) collect() error {
-	return w.operate("/collect?" + upkeep.Terms{MaxShare: 1, Force: true}.Query().Encode())
+// Collect removes all blobs that nothing refers to, however young.
+func (w *Wire) Collect() error {
+	return w.Operate("/collect?" + upkeep.Terms{MaxShare: 1, Force: true}.Query().Encode())
 }
 
-// scrub reads all blobs, and sets aside those that are damaged.
-func (w *wire) scrub() error { return w.operate("/scrub?" + upkeep.Order{}.Query().Encode()) }
+// Scrub reads all blobs, and sets aside those that are damaged.
+func (w *Wire) Scrub() error { return w.Operate("/scrub?" + upkeep.Order{}.Query().Encode()) }
