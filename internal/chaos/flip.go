@@ -8,6 +8,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"time"
 
 	"github.com/kiln-registry/kiln-registry/api"
 	"github.com/kiln-registry/kiln-registry/internal/chaos/rig"
@@ -18,7 +19,7 @@ func (c chaos) flip(ctx context.Context) error {
 	return c.at("", func(s *rig.Site) error {
 		f := flipping{site: s, c: rig.NewClient(1, c.seed)}
 		err := f.all(ctx)
-		fmt.Fprintf(c.out, "flip: damaged %d, caught by kiln-pull and by scrub, and healed %d, lost %d\n", flipShards,
+		fmt.Fprintf(c.out, "flip: damaged %d, caught by kiln-pull, scrub and reads, and healed %d, lost %d\n", flipShards,
 			f.caught, flipShards-f.caught)
 		return err
 	})
@@ -34,8 +35,8 @@ type flipping struct {
 	caught int
 }
 
-func (f *flipping) start(ctx context.Context) (err error) {
-	if f.v, err = f.site.Start(); err != nil {
+func (f *flipping) start(ctx context.Context, env ...string) (err error) {
+	if f.v, err = f.site.Start(env...); err != nil {
 		return err
 	}
 	if err := f.v.Ready(ctx); err != nil {
@@ -85,20 +86,72 @@ func (f *flipping) one(ctx context.Context, b rig.Blob) error {
 	if _, err := os.Stat(filepath.Join(f.site.Dir, to)); err == nil {
 		return errors.New("kiln-pull left a folder of damaged files under the name that was asked for")
 	}
-	if err := f.heal(ctx, b); err != nil {
+	if err := f.scrub(ctx, b); err != nil {
+		return err
+	}
+	if err := f.site.Flip(b.Digest, bit); err != nil {
+		return err
+	}
+	if err := f.cutOff(ctx, b); err != nil {
 		return err
 	}
 	f.caught++
 	return nil
 }
 
-// heal has the registry find a damaged blob: it is set aside, refused to clients and shown to operators until its bytes
-// come again.
-func (f *flipping) heal(ctx context.Context, b rig.Blob) error {
+// cutOff checks that a server which hashes what it sends never sends a damaged blob to its end, and sets it aside.
+func (f *flipping) cutOff(ctx context.Context, b rig.Blob) error {
+	f.v.Kill()
+	if err := f.start(ctx, "KILN_VERIFY_READS=true"); err != nil {
+		return err
+	}
+	a, err := f.c.Ask(http.StatusOK, "GET", api.PathBlob("team/model", b.Digest), nil)
+	if err == nil && a.Broken == nil {
+		return errors.New("with --verify-reads the registry sent it to its end")
+	}
+	if err := f.aside(ctx); err != nil {
+		return err
+	}
+	if err := f.heal(b); err != nil {
+		return err
+	}
+	f.v.Kill()
+	return f.start(ctx)
+}
+
+// aside returns when the registry has set the blob aside that it suspects.
+func (f *flipping) aside(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, patience)
+	defer cancel()
+	tick := time.NewTicker(time.Millisecond)
+	defer tick.Stop()
+	for {
+		if n, err := f.quarantined(); n == 1 || err != nil {
+			return err
+		}
+		select {
+		case <-tick.C:
+		case <-ctx.Done():
+			return fmt.Errorf("a blob that was cut off is not set aside: %w", ctx.Err())
+		}
+	}
+}
+
+// scrub has the registry find a damaged blob.
+func (f *flipping) scrub(ctx context.Context, b rig.Blob) error {
 	out, err := f.site.Registry(ctx, "scrub")
 	if err == nil || !strings.Contains(err.Error(), "exit status 1") || !strings.Contains(out, b.Digest.String()) {
 		return fmt.Errorf("scrub did not find it: %s, %w", out, err)
 	}
+	if err := f.heal(b); err != nil {
+		return err
+	}
+	_, err = f.site.Registry(ctx, "scrub")
+	return err
+}
+
+// heal checks that a blob is set aside, refused to clients and shown to operators until its bytes come again.
+func (f *flipping) heal(b rig.Blob) error {
 	if a, err := f.c.Ask(http.StatusNotFound, "GET", api.PathBlob("team/model", b.Digest), nil); err != nil ||
 		a.Code() != api.CodeBlobUnknown || !strings.Contains(string(a.Body), "damaged") {
 		return fmt.Errorf("a blob in quarantine: %s, %w", a, err)
@@ -112,8 +165,7 @@ func (f *flipping) heal(ctx context.Context, b rig.Blob) error {
 	if n, err := f.quarantined(); n != 0 || err != nil {
 		return fmt.Errorf("after the bytes came again health says that %d blobs are in quarantine, %w", n, err)
 	}
-	_, err = f.site.Registry(ctx, "scrub")
-	return err
+	return nil
 }
 
 // quarantined is how many blobs health says are in quarantine.

@@ -188,8 +188,8 @@ func (k *Checker) listings(w *Wire, rows []index.Row) (tasks []func()) {
 // manifest checks that a manifest is whole, and all that it refers to.
 func (k *Checker) manifest(w *Wire, r index.Row) {
 	a, err := w.do("GET", api.PathManifest(r.Repository, r.Digest.String()), nil)
-	if err != nil || a.broken != nil || a.Status != http.StatusOK || identity.Sum(a.Body) != r.Digest {
-		k.Lose("manifest %s of %s: %s, %v, %v", r.Digest, r.Repository, a, err, a.broken)
+	if err != nil || a.Broken != nil || a.Status != http.StatusOK || identity.Sum(a.Body) != r.Digest {
+		k.Lose("manifest %s of %s: %s, %v, %v", r.Digest, r.Repository, a, err, a.Broken)
 		return
 	}
 	for _, d := range r.Refers {
@@ -235,9 +235,9 @@ func (k *Checker) blobs(w *Wire, c *Client) (tasks []func()) {
 
 func (k *Checker) blob(w *Wire, p Place, b Blob) {
 	a, err := w.do("GET", api.PathBlob(p.Repo, p.Digest), nil)
-	if err != nil || a.broken != nil || a.Status != http.StatusOK || identity.Sum(a.Body) != p.Digest {
+	if err != nil || a.Broken != nil || a.Status != http.StatusOK || identity.Sum(a.Body) != p.Digest {
 		k.Lose("blob %s of %s: status %d, %d bytes of %d, %v, %v", p.Digest, p.Repo, a.Status, len(a.Body), b.Length, err,
-			a.broken)
+			a.Broken)
 	}
 }
 

@@ -382,8 +382,8 @@ func (c *Client) Pull(m Manifest, ref string) error {
 	if err != nil {
 		return err
 	}
-	if a.broken != nil {
-		return fmt.Errorf("%w to the end: %w", ErrNoAnswer, a.broken)
+	if a.Broken != nil {
+		return fmt.Errorf("%w to the end: %w", ErrNoAnswer, a.Broken)
 	}
 	if string(a.Body) != string(m.body) {
 		return fmt.Errorf("manifest %s of %s: other bytes", ref, m.Repo)
@@ -404,8 +404,8 @@ func (c *Client) pullBlob(repo string, b Blob) error {
 	if err != nil {
 		return err
 	}
-	if a.broken != nil {
-		return fmt.Errorf("%w to the end: %w", ErrNoAnswer, a.broken)
+	if a.Broken != nil {
+		return fmt.Errorf("%w to the end: %w", ErrNoAnswer, a.Broken)
 	}
 	if identity.Sum(a.Body) != b.Digest {
 		return fmt.Errorf("blob %s of %s: other bytes", b.Digest, repo)
@@ -416,7 +416,7 @@ func (c *Client) pullBlob(repo string, b Blob) error {
 // find asks who holds the bytes of a base.
 func (c *Client) find(m Manifest) error {
 	a, err := c.Ask(http.StatusOK, "GET", api.PathBase(m.base), nil)
-	if err == nil && a.broken == nil && !strings.Contains(string(a.Body), m.Digest.Hex()) {
+	if err == nil && a.Broken == nil && !strings.Contains(string(a.Body), m.Digest.Hex()) {
 		err = fmt.Errorf("find %s: %s lacks %s", m.base, a, m.Digest)
 	}
 	return err

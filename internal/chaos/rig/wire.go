@@ -41,7 +41,7 @@ type Answer struct {
 	Status int
 	header http.Header
 	Body   []byte
-	broken error // the body ended too early
+	Broken error // the body ended too early
 }
 
 // Code returns the code of an error's answer; empty if it has none.
@@ -70,7 +70,7 @@ func (w *Wire) do(method, path string, body []byte, header ...string) (a Answer,
 	}
 	defer res.Body.Close()
 	a = Answer{Status: res.StatusCode, header: res.Header}
-	a.Body, a.broken = io.ReadAll(res.Body)
+	a.Body, a.Broken = io.ReadAll(res.Body)
 	return a, nil
 }
 
@@ -78,7 +78,7 @@ func (w *Wire) do(method, path string, body []byte, header ...string) (a Answer,
 func (w *Wire) JSON(path string, v any) error {
 	a, err := w.do("GET", path, nil)
 	if err == nil {
-		err = a.broken
+		err = a.Broken
 	}
 	if err != nil {
 		return err
