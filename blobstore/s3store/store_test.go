@@ -129,6 +129,13 @@ func (m *medium) Check(t testing.TB) {
 			t.Errorf("blob %s: its bytes: %v, %v", i.Digest, o.Size, err)
 		}
 	}
+	aside := map[string]bool{}
+	for a, err := range st.Aside(ctx) {
+		if err != nil {
+			t.Fatal(err)
+		}
+		shown[a.Generation], aside[a.Digest.Hex()] = true, true
+	}
 	prefix := st.b.Key("")
 	for o, err := range st.b.List(ctx, prefix, "", 0) {
 		if err != nil {
@@ -138,6 +145,7 @@ func (m *medium) Check(t testing.TB) {
 		name := key[len(key)-1]
 		switch {
 		case key[0] == markerName, key[0] == ownerName, key[0] == refsName, key[0] == uploadsName, name == liveName:
+		case key[0] == asideName && aside[name]:
 		case key[0] == tailsName && open[key[1]].Hash != nil:
 		case key[0] == blobsName && (shown[name] || open[strings.TrimPrefix(name, unnamedMark)].Hash != nil):
 		case key[0] == unnamedName && (shown[unnamedMark+name] || open[name].Hash != nil):
