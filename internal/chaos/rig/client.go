@@ -356,7 +356,12 @@ func (c *Client) DeleteManifest(m Manifest) error {
 			ch[k] = identity.Digest{}
 		}
 	}
-	return c.change(ch, http.StatusAccepted, "DELETE", api.PathManifest(m.Repo, m.Digest.String()), nil)
+	moved := c.moving(ch)
+	err := c.change(ch, http.StatusAccepted, "DELETE", api.PathManifest(m.Repo, m.Digest.String()), nil)
+	if err == nil {
+		c.doubts = append(c.doubts, moved...)
+	}
+	return err
 }
 
 // deleteBlob takes a blob out of a repository, of which no manifest refers to it.

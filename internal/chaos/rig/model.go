@@ -219,6 +219,19 @@ func (l *Ledger) made(c Change) {
 	}
 }
 
+// moving returns the changes in doubt that move names of c elsewhere: where such a change was made, a delete of what the
+// name was known to point to leaves it alone.
+func (l *Ledger) moving(c Change) (moved []Change) {
+	for _, d := range l.doubts {
+		for k, to := range d {
+			if _, ok := c[k]; ok && to != l.Names[k] {
+				moved = append(moved, Change{k: to})
+			}
+		}
+	}
+	return moved
+}
+
 // settle compares what names point to with what was acknowledged, and takes it for acknowledged from then on where that
 // was in doubt: what was once seen must stay. It returns what should be otherwise.
 func (l *Ledger) settle(seen Names) (wrong []string) {
