@@ -92,8 +92,8 @@ type RetentionEvent struct {
 
 // Retain deletes old manifests, repository by repository, and tells gone of each. Pushes to a repository wait while it
 // is at work there. The bytes stay until blobs that nothing refers to are collected. ErrUnauthorized or ErrDenied for a
-// caller who may not delete in one of the repositories, ErrParameterInvalid for what is no glob; what it returns is true
-// also with an error.
+// caller who may not delete in one of the repositories, ErrParameterInvalid for what is no glob, ErrUnavailable while the
+// index is not level with the store; what it returns is true also with an error.
 func (r *Registry) Retain(
 	ctx context.Context, c access.Caller, t Retention, gone func(Retired) error,
 ) (Retained, error) {
@@ -101,6 +101,9 @@ func (r *Registry) Retain(
 	repos, err := access.ParseRepositories(t.Repos)
 	if err != nil {
 		return did, api.Errorf(api.CodeParameterInvalid, "%v", err)
+	}
+	if err := r.catchUp(ctx); err != nil {
+		return did, err
 	}
 	for repo, err := range r.ix.Repos(ctx, "") {
 		if err != nil {
@@ -112,7 +115,9 @@ func (r *Registry) Retain(
 		if err := c.Check(access.Delete, repo); err != nil {
 			return did, err
 		}
-		if err := r.retain(ctx, repo, t, &did, gone); err != nil {
+		hold := func() (release func()) { return r.holdRepo(repo) }
+		err := r.decide(ctx, hold, func() error { return r.retain(ctx, repo, t, &did, gone) })
+		if err != nil {
 			return did, fmt.Errorf("repository %s: %w", repo, err)
 		}
 	}
@@ -122,10 +127,10 @@ func (r *Registry) Retain(
 // retireAtOnce is how many manifests go in one change.
 const retireAtOnce = 256
 
+// retain is a part of decide, with holdRepo.
 func (r *Registry) retain(
 	ctx context.Context, repo string, t Retention, did *Retained, gone func(Retired) error,
 ) error {
-	defer r.holdRepo(repo)()
 	indexes, err := r.indexesOf(ctx, repo)
 	if err != nil {
 		return err
@@ -261,6 +266,7 @@ func (r *Registry) replay(ctx context.Context) error {
 		r.log.Info("index brought level with the store", "from", from, "refs", re.n, "took", time.Since(began))
 	}
 	r.kept.start(re.at)
+	r.indexed.Store(true)
 	r.state.CompareAndSwap(starting, ready)
 	return nil
 }
@@ -271,8 +277,11 @@ func (r *Registry) Reindex(ctx context.Context) error {
 	if !r.state.CompareAndSwap(ready, starting) && r.state.Load() == stopping {
 		return api.Errorf(api.CodeUnavailable, "the registry is stopping")
 	}
+	r.indexed.Store(false)
 	r.writes.Lock()
 	defer r.writes.Unlock()
+	r.indexed.Store(false) // a replay may have ended while this one waited
+	r.resets.Add(1)
 	if err := r.ix.Reset(ctx); err != nil {
 		return err
 	}
@@ -353,7 +362,10 @@ func (re *replay) manifest(ctx context.Context, ref blobstore.Ref) (index.Op, er
 	if err != nil {
 		return nil, fmt.Errorf("%w: a manifest that was taken does not parse: %w", blobstore.ErrDamaged, err)
 	}
-	put, err := re.r.derive(ctx, ref.Repo, m, ref.Manifest, re.baseOf)
+	put, err := re.r.derive(ctx, ref.Repo, m, ref.Manifest)
+	if err == nil {
+		err = inherit(ctx, &put, re.baseOf)
+	}
 	switch {
 	case errors.Is(err, blobstore.ErrNotFound), errors.Is(err, api.ErrManifestInvalid):
 		re.r.log.Warn("manifest kept without classification", "repository", ref.Repo,

@@ -69,10 +69,12 @@ func (r *Registry) DeleteBlob(ctx context.Context, c access.Caller, repo string,
 	if err := c.Check(access.Delete, repo); err != nil {
 		return err
 	}
-	if _, err := r.statBlob(ctx, repo, d); err != nil {
-		return err
-	}
-	return r.ix.Apply(ctx, index.UnlinkBlob{Repo: repo, Digest: d})
+	return r.decide(ctx, func() (release func()) { return func() {} }, func() error {
+		if _, err := r.statBlob(ctx, repo, d); err != nil {
+			return err
+		}
+		return r.ix.Apply(ctx, index.UnlinkBlob{Repo: repo, Digest: d})
+	})
 }
 
 // Mount makes a blob that another repository holds visible in repo, without moving a byte. from names the other one;

@@ -146,12 +146,16 @@ func (r *Registry) serve(rt route) http.HandlerFunc {
 		q := &request{Request: hr, id: requestID(hr.Header.Get(api.HeaderRequestID)), idle: r.idle}
 		q.body = &progressReader{r: hr.Body, control: w.control, idle: r.idle, received: &r.traffic.received}
 		w.Header().Set(api.HeaderRequestID, q.id)
+		resets := r.resets.Load()
 		err := r.admit(rt, q)
 		if err == nil {
 			err = r.refuseChange(rt, w, q)
 		}
 		if err == nil {
 			err = rt.handle(r, w, q)
+		}
+		if resets != r.resets.Load() && isUnknown(err) {
+			err = errNotLevel // it was perhaps looked for in an index that had just been emptied
 		}
 		if err != nil {
 			r.refuse(w, q, err)
@@ -163,6 +167,15 @@ func (r *Registry) serve(rt route) http.HandlerFunc {
 			r.observe(did)
 		}
 	}
+}
+
+// isUnknown says whether a request was refused as something was not found.
+func isUnknown(err error) bool {
+	if err == nil {
+		return false
+	}
+	e := asAPI(err)
+	return e.Status() == http.StatusNotFound && e.Code != api.CodeRouteUnknown || e.Code == api.CodeManifestBlobUnknown
 }
 
 // requestID returns the id that a client gave its request, if it can stand in a log, else a new one.
@@ -197,8 +210,8 @@ func (r *Registry) admit(rt route, q *request) (err error) {
 	if rt.need == nobody {
 		return nil
 	}
-	if r.state.Load() == starting {
-		return api.Errorf(api.CodeUnavailable, "the index is being brought level with the store; try again soon")
+	if !r.indexed.Load() {
+		return errNotLevel
 	}
 	if q.caller, err = r.access.Caller(q.Request); err != nil || rt.need == known {
 		return err

@@ -83,19 +83,29 @@ func (r *Registry) PutManifest(
 	if err := r.checkBlobs(ctx, repo, m); err != nil {
 		return index.Record{}, err
 	}
-	defer r.holdTags(repo, tags)()
 	defer r.inOrder(repo, d, m.Subject)()
-	put, err := r.derive(ctx, repo, m, body, r.baseOf)
+	put, err := r.derive(ctx, repo, m, body)
 	if err != nil {
 		return index.Record{}, err
 	}
-	if err := r.checkSubject(ctx, c, m, put.Record); err != nil {
-		return index.Record{}, err
-	}
-	return r.keep(ctx, put, tags)
+	rec := index.Record{}
+	hold := func() (release func()) { return r.holdTags(repo, tags) }
+	err = r.decide(ctx, hold, func() (err error) {
+		put := put
+		if err := inherit(ctx, &put, r.baseOf); err != nil {
+			return err
+		}
+		if err := r.checkSubject(ctx, c, m, put.Record); err != nil {
+			return err
+		}
+		rec, err = r.keep(ctx, put, tags)
+		return err
+	})
+	return rec, err
 }
 
-// keep makes a manifest and its tags durable, unless all of that is there. The caller has holdTags and inOrder.
+// keep makes a manifest and its tags durable, unless all of that is there. It is a part of decide, with holdTags and
+// inOrder.
 func (r *Registry) keep(ctx context.Context, put index.PutManifest, tags []string) (index.Record, error) {
 	put.Created = r.now()
 	old, err := r.ix.Get(ctx, put.Repo, put.Digest.String())
@@ -278,14 +288,12 @@ func sameFinding(a, b index.Record) bool {
 	return a.Kind == b.Kind && a.State == b.State && a.Aggregate == b.Aggregate && a.Evidence == b.Evidence
 }
 
-// change makes a change of one repository: durable in the store first, then in the index.
+// change makes a change of one repository: durable in the store first, then in the index. It is a part of decide.
 func (r *Registry) change(ctx context.Context, repo string, make func(seq uint64) ([]blobstore.Ref, []index.Op)) error {
 	if r.readOnly {
 		return errReadOnly
 	}
 	ctx = context.WithoutCancel(ctx) // once the store has it, the index gets it
-	r.writes.RLock()
-	defer r.writes.RUnlock()
 	seq, err := r.ix.NextSeq(ctx, repo)
 	if err != nil {
 		return err
@@ -351,11 +359,10 @@ func (r *Registry) baseOf(ctx context.Context, repo string, d identity.Digest) (
 	return rec.Aggregate, nil
 }
 
-// derive makes the record of a manifest from the manifest, the blobs it names and what its repository holds, of which
-// baseOf tells, and from nothing else: so that it comes out the same when the index is rebuilt.
+// derive makes the record of a manifest from the manifest and the blobs it names. With inherit, which adds what its
+// repository holds, that is all it is made of: so that it comes out the same when the index is rebuilt.
 func (r *Registry) derive(
 	ctx context.Context, repo string, m classify.Manifest, body []byte,
-	baseOf func(ctx context.Context, repo string, d identity.Digest) (identity.Aggregate, error),
 ) (index.PutManifest, error) {
 	if m.IndexSize() > largeIndex {
 		r.large <- struct{}{}
@@ -382,15 +389,26 @@ func (r *Registry) derive(
 		return put, nil
 	}
 	put.Aggregate = a.Claim
-	if put.Aggregate.IsZero() && !m.Subject.IsZero() {
-		if put.Aggregate, err = baseOf(ctx, repo, m.Subject); err != nil {
-			return put, err
+	return put, nil
+}
+
+// inherit gives a derived manifest that is no base and claims none the base that its subject is, of which baseOf tells.
+func inherit(
+	ctx context.Context, put *index.PutManifest,
+	baseOf func(ctx context.Context, repo string, d identity.Digest) (identity.Aggregate, error),
+) (err error) {
+	if put.Kind == api.KindBase {
+		return nil
+	}
+	if put.Aggregate.IsZero() && !put.Subject.IsZero() {
+		if put.Aggregate, err = baseOf(ctx, put.Repo, put.Subject); err != nil {
+			return err
 		}
 	}
 	if !put.Aggregate.IsZero() {
 		put.Evidence = api.EvidenceAsserted
 	}
-	return put, nil
+	return nil
 }
 
 // checkSubject refuses a manifest whose annotation names another base than its subject is, wherever the caller may look
@@ -427,21 +445,23 @@ func (r *Registry) DeleteManifest(ctx context.Context, c access.Caller, repo str
 	if err := c.Check(access.Delete, repo); err != nil {
 		return err
 	}
-	if err := r.catchUp(ctx); err != nil {
-		return err
-	}
-	ruled := r.immutable.MatchRepo(repo)
-	if ruled {
-		defer r.holdRepo(repo)()
-	}
+	hold := func() (release func()) { return func() {} }
 	if ref.Tag == "" {
 		defer r.inOrder(repo, ref.Digest, identity.Digest{})()
 	}
+	if r.immutable.MatchRepo(repo) {
+		hold = func() (release func()) { return r.holdRepo(repo) }
+	}
+	return r.decide(ctx, hold, func() error { return r.deleteNow(ctx, repo, ref) })
+}
+
+// deleteNow is a part of decide, with holdRepo where tags may be immutable, and inOrder.
+func (r *Registry) deleteNow(ctx context.Context, repo string, ref api.Ref) error {
 	rec, err := r.ix.Get(ctx, repo, ref.String())
 	if err != nil {
 		return unknownManifest(err, repo, ref)
 	}
-	if ruled {
+	if r.immutable.MatchRepo(repo) {
 		if err := r.checkDelete(ctx, repo, ref, rec.Digest); err != nil {
 			return err
 		}

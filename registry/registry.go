@@ -81,6 +81,8 @@ type Registry struct {
 	orders    orders  // by repository and manifest: held by its changes, and for reading by puts of what refers to it
 
 	state   atomic.Int32
+	indexed atomic.Bool  // the index was brought level with the store and is not being made anew
+	resets  atomic.Int64 // times that the index was emptied to be made anew
 	writes  sync.RWMutex // held for writing while the index is rebuilt
 	heavy   sync.Mutex   // held while a manifest is classified that takes much memory
 	kept    watermark
@@ -147,7 +149,7 @@ func (r *Registry) Health() api.Health {
 	h := api.Health{
 		Status: "ok", Version: r.version, Role: "registry", Backend: "none",
 		Checks: []api.Check{
-			{Name: "index_level_with_store", Pass: state != starting},
+			{Name: "index_level_with_store", Pass: r.indexed.Load()},
 			{Name: "accepting_requests", Pass: state == ready},
 		},
 	}
@@ -236,6 +238,43 @@ func (r *Registry) Scrubber() *upkeep.Scrubber { return r.scrubber }
 // errBehind: a change was perhaps kept by the store, and not by the index.
 var errBehind = fmt.Errorf("%w: the store may hold changes that it lacks", upkeep.ErrNotLevel)
 
+var errNotLevel = api.Errorf(api.CodeUnavailable, "the index is being brought level with the store; try again soon")
+
+// decide has do read the index and make the change that follows from it, in one piece: the index is level with the
+// store meanwhile and is not made anew. hold keeps others from what do reads and changes. Nobody who calls decide may
+// have writes, or the locks of repositories and tags; those of digests and orders come before. ErrUnavailable while the
+// index is not level.
+func (r *Registry) decide(ctx context.Context, hold func() (release func()), do func() error) error {
+	for tries := 0; ; tries++ {
+		err := r.decideNow(hold, do)
+		if !errors.Is(err, errBehind) {
+			return err
+		}
+		if tries > 0 {
+			return errNotLevel
+		}
+		if err := r.Replay(context.WithoutCancel(ctx)); err != nil {
+			return err
+		}
+	}
+}
+
+func (r *Registry) decideNow(hold func() (release func()), do func() error) error {
+	if !r.indexed.Load() {
+		return errNotLevel // without waiting for the end of a rebuild
+	}
+	r.writes.RLock()
+	defer r.writes.RUnlock()
+	defer hold()()
+	switch {
+	case !r.indexed.Load():
+		return errNotLevel
+	case r.kept.behind():
+		return errBehind
+	}
+	return do()
+}
+
 // enter keeps the index as it is, and level with the store, until leave: what it does not know then, nothing refers to.
 func (r *Registry) enter(ctx context.Context) (leave func(), err error) {
 	for tries := 0; ; tries++ {
@@ -254,8 +293,11 @@ func (r *Registry) enter(ctx context.Context) (leave func(), err error) {
 }
 
 // catchUp has the index hear of changes that it did not take before, so that what is asked for next is compared with all
-// that the store holds.
+// that the store holds. ErrUnavailable while the index is being made.
 func (r *Registry) catchUp(ctx context.Context) error {
+	if !r.indexed.Load() {
+		return errNotLevel
+	}
 	if !r.kept.behind() {
 		return nil
 	}
@@ -266,7 +308,7 @@ func (r *Registry) catchUp(ctx context.Context) error {
 func (r *Registry) level() error {
 	left := r.leftOut.Load()
 	switch {
-	case r.state.Load() == starting:
+	case !r.indexed.Load():
 		return fmt.Errorf("%w: it is being made so", upkeep.ErrNotLevel)
 	case left != nil && *left != "":
 		return fmt.Errorf("%w: it lacks %s; the log of the start says why", upkeep.ErrNotLevel, *left)

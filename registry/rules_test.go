@@ -2,9 +2,11 @@ package registry_test
 
 import (
 	"bytes"
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
+	"iter"
 	"maps"
 	"slices"
 	"strings"
@@ -14,6 +16,7 @@ import (
 	"time"
 
 	"github.com/kiln-registry/kiln-registry/api"
+	"github.com/kiln-registry/kiln-registry/blobstore"
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/registry"
 	"github.com/kiln-registry/kiln-registry/registry/access"
@@ -404,4 +407,90 @@ func TestServed(t *testing.T) {
 	if a := s.want(404, "GET", "/metrics", nil); a.code() != api.CodeRouteUnknown {
 		t.Error(a)
 	}
+}
+
+// refsThatWait are refs that are read again only when they may be.
+type refsThatWait struct {
+	blobstore.Refs
+	reached, goOn chan struct{} // reached gets one when somebody waits for goOn; nil: nobody waits
+}
+
+func (w *refsThatWait) Since(ctx context.Context, after blobstore.Position) iter.Seq2[blobstore.PlacedRef, error] {
+	if w.reached != nil {
+		w.reached <- struct{}{}
+		<-w.goOn
+	}
+	return w.Refs.Since(ctx, after)
+}
+
+// Requests that were admitted before the index was emptied decide nothing by what they miss in it.
+func TestRulesHoldWhileTheIndexIsMadeAnew(t *testing.T) {
+	const repo = "team/model"
+	everybody := access.Everyone()
+	for what, ask := range map[string]func(s *server, kept, other []byte) error{
+		"move": func(s *server, _, other []byte) error {
+			_, err := s.reg.PutManifest(s.t.Context(), everybody, repo, api.Ref{Tag: "v1"}, nil, indexType, other)
+			return err
+		},
+		"delete": func(s *server, kept, _ []byte) error {
+			return s.reg.DeleteManifest(s.t.Context(), everybody, repo, api.Ref{Digest: identity.Sum(kept)})
+		},
+		"retain": func(s *server, _, _ []byte) error {
+			retention := registry.Retention{Repos: []string{"**"}}
+			_, err := s.reg.Retain(s.t.Context(), everybody, retention, func(registry.Retired) error { return nil })
+			return err
+		},
+	} {
+		t.Run(what, func(t *testing.T) {
+			s := newServer(t)
+			refs := &refsThatWait{Refs: s.store, goOn: make(chan struct{})}
+			s.restart(func(c *registry.Config) {
+				immutableTags(t, "team/**:v*")(c)
+				refs.Refs, c.Refs = s.store, refs
+			})
+			kept, other := indexOf(), indexOf(identity.Sum(nil).String())
+			s.want(201, "PUT", api.PathManifest(repo, "v1"), kept, "Content-Type", indexType)
+			refs.reached = make(chan struct{})
+			reindexed, asked := make(chan error, 1), make(chan error, 1)
+			go func() { reindexed <- s.reg.Reindex(context.WithoutCancel(t.Context())) }()
+			<-refs.reached // the index is empty
+			go func() { asked <- ask(s, kept, other) }()
+			var err error
+			select {
+			case err = <-asked:
+				close(refs.goOn)
+			case <-time.After(time.Second): // it waits for the index
+				close(refs.goOn)
+				err = <-asked
+			}
+			if !errors.Is(err, api.ErrUnavailable) {
+				t.Error("it was done, or refused for another reason:", err)
+			}
+			if err := <-reindexed; err != nil {
+				t.Fatal(err)
+			}
+			if a := s.want(200, "GET", api.PathManifest(repo, "v1"), nil); !bytes.Equal(a.body, kept) {
+				t.Errorf("the tag moved: %s", a.body)
+			}
+		})
+	}
+}
+
+// A registry that stops while its index is being made anew goes on to refuse what needs the whole of it.
+func TestStopWhileTheIndexIsMadeAnew(t *testing.T) {
+	s := newServer(t)
+	refs := &refsThatWait{goOn: make(chan struct{})}
+	s.restart(func(c *registry.Config) { refs.Refs, c.Refs = s.store, refs })
+	s.base("team/model", "v1", "m", "1")
+	refs.reached = make(chan struct{})
+	reindexed := make(chan error, 1)
+	go func() { reindexed <- s.reg.Reindex(context.WithoutCancel(t.Context())) }()
+	<-refs.reached
+	s.reg.Stop()
+	s.want(503, "GET", api.PathManifest("team/model", "v1"), nil)
+	close(refs.goOn)
+	if err := <-reindexed; err != nil {
+		t.Fatal(err)
+	}
+	s.want(200, "GET", api.PathManifest("team/model", "v1"), nil)
 }
