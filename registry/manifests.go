@@ -449,13 +449,15 @@ func (r *Registry) DeleteManifest(ctx context.Context, c access.Caller, repo str
 	if ref.Tag == "" {
 		defer r.inOrder(repo, ref.Digest, identity.Digest{})()
 	}
-	if r.immutable.MatchRepo(repo) {
+	if ref.Tag == "" || r.immutable.MatchRepo(repo) {
 		hold = func() (release func()) { return r.holdRepo(repo) }
 	}
 	return r.decide(ctx, hold, func() error { return r.deleteNow(ctx, repo, ref) })
 }
 
-// deleteNow is a part of decide, with holdRepo where tags may be immutable, and inOrder.
+// deleteNow is a part of decide. For a manifest, and where tags may be immutable, it has holdRepo, so that no tag moves
+// meanwhile, and for a manifest inOrder. Tags that are too many for one change go first: the manifest stays until none
+// of them is left.
 func (r *Registry) deleteNow(ctx context.Context, repo string, ref api.Ref) error {
 	rec, err := r.ix.Get(ctx, repo, ref.String())
 	if err != nil {
@@ -472,24 +474,35 @@ func (r *Registry) deleteNow(ctx context.Context, repo string, ref api.Ref) erro
 			return err
 		}
 	}
-	return r.change(ctx, repo, func(seq uint64) (refs []blobstore.Ref, ops []index.Op) {
+	for len(tags) >= blobstore.MaxRefs {
+		if err := r.dropRefs(ctx, rec, false, tags[:blobstore.MaxRefs]); err != nil {
+			return err
+		}
+		tags = tags[blobstore.MaxRefs:]
+	}
+	return r.dropRefs(ctx, rec, ref.Tag == "", tags)
+}
+
+// dropRefs deletes tags, and with them the manifest itself if it is to go too.
+func (r *Registry) dropRefs(ctx context.Context, rec index.Record, itself bool, tags []string) error {
+	return r.change(ctx, rec.Repo, func(seq uint64) (refs []blobstore.Ref, ops []index.Op) {
 		gone := blobstore.Ref{
-			Repo:      repo,
+			Repo:      rec.Repo,
 			Seq:       seq,
 			Deleted:   true,
 			Digest:    rec.Digest,
 			MediaType: rec.MediaType,
 			Time:      r.now(),
 		}
-		if ref.Tag == "" {
+		if itself {
 			gone.Name = rec.Digest.String()
 			refs = append(refs, gone)
-			ops = append(ops, index.DeleteManifest{Repo: repo, Digest: rec.Digest, Seq: seq})
+			ops = append(ops, index.DeleteManifest{Repo: rec.Repo, Digest: rec.Digest, Seq: seq})
 		}
 		for _, tag := range tags {
 			gone.Name = tag
 			refs = append(refs, gone)
-			ops = append(ops, index.DeleteTag{Repo: repo, Tag: tag, Seq: seq})
+			ops = append(ops, index.DeleteTag{Repo: rec.Repo, Tag: tag, Seq: seq})
 		}
 		return refs, ops
 	})

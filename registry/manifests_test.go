@@ -14,6 +14,7 @@ import (
 	v1 "github.com/opencontainers/image-spec/specs-go/v1"
 
 	"github.com/kiln-registry/kiln-registry/api"
+	"github.com/kiln-registry/kiln-registry/blobstore"
 	"github.com/kiln-registry/kiln-registry/identity"
 )
 
@@ -493,4 +494,34 @@ func TestCompare(t *testing.T) {
 			t.Errorf("%s: %v", body, a)
 		}
 	}
+}
+
+// A manifest may have more tags than one change may touch.
+func TestManifestWithManyTagsIsDeleted(t *testing.T) {
+	const repo, tags = "a", blobstore.MaxRefs + 66
+	s := newServer(t)
+	m := indexOf()
+	d := identity.Sum(m)
+	for at := 0; at < tags; at += 64 {
+		q := make([]string, 0, 64)
+		for i := at; i < min(at+64, tags); i++ {
+			q = append(q, fmt.Sprint("tag=t", i))
+		}
+		s.want(201, "PUT", api.PathManifest(repo, d.String())+"?"+strings.Join(q, "&"), m, "Content-Type", indexType)
+	}
+	s.want(201, "PUT", api.PathManifest(repo, "other"), indexOf(identity.Sum(nil).String()), "Content-Type", indexType)
+	s.want(202, "DELETE", api.PathManifest(repo, d.String()), nil)
+	check := func() {
+		t.Helper()
+		s.want(404, "GET", api.PathManifest(repo, d.String()), nil)
+		if n := strings.Count(s.export(), `"type":"tag"`); n != 1 {
+			t.Errorf("%d tags are left", n)
+		}
+		s.want(200, "GET", api.PathManifest(repo, "other"), nil)
+	}
+	check()
+	if err := s.reg.Reindex(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	check()
 }
