@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math"
 	"net/http"
 	"strconv"
 	"strings"
@@ -401,7 +402,7 @@ func chunkOf(q *request) (Chunk, error) {
 	first, last, _ := strings.Cut(spec, "-")
 	from, hasFrom, okFrom := parsePos(first)
 	to, hasTo, okTo := parsePos(last)
-	if !hasFrom || !hasTo || !okFrom || !okTo || to < from {
+	if !hasFrom || !hasTo || !okFrom || !okTo || to < from || to == math.MaxInt64 {
 		return ch, api.Errorf(
 			api.CodeBlobUploadInvalid,
 			"Content-Range %.80q: want first-last",

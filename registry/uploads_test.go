@@ -359,3 +359,25 @@ func TestPurge(t *testing.T) {
 		t.Fatal("left over", u, err)
 	}
 }
+
+// The largest numbers that a Content-Range can have, where nothing else says how long the body is.
+func TestRangeThatNoBodyHas(t *testing.T) {
+	s := newServer(t)
+	at := s.begin("a")
+	for _, spec := range []string{
+		"0-9223372036854775807", "9223372036854775807-9223372036854775807", "0-99999999999999999999",
+		"1-9223372036854775807",
+	} {
+		for _, method := range []string{"PATCH", "PUT"} {
+			path := at
+			if method == "PUT" {
+				path += "?digest=" + identity.Sum([]byte("hello")).String()
+			}
+			if a := s.stream(method, path, "hello", "Content-Range", spec); a.status != 400 ||
+				a.code() != api.CodeBlobUploadInvalid {
+				t.Errorf("%s %s: %v", method, spec, a)
+			}
+		}
+	}
+	s.want(202, "PATCH", at, []byte("hello"))
+}
