@@ -240,9 +240,16 @@ func (st *Store) hide(ctx context.Context, i blobstore.Info) (hidden bool, err e
 		} else if err != nil {
 			return false, err
 		}
+		// Asked again with the marker at hand: an owner that was taken over meanwhile must not hide what the new one relies on.
+		if err := st.change(ctx); err != nil {
+			return false, err
+		}
 		_, err = st.putIf(ctx, st.blobKey(i.Digest, liveName), []byte(body), bucket.Condition{ETag: o.ETag})
 		if err == nil || !errors.Is(err, bucket.ErrConflict) || tries >= bucket.Attempts {
 			return err == nil, err
+		}
+		if err := st.stillOwner(ctx); err != nil {
+			return false, err
 		}
 		if err := st.b.Pause(ctx, tries); err != nil {
 			return false, err
@@ -310,18 +317,15 @@ func (st *Store) putIf(ctx context.Context, key string, body []byte, only bucket
 // publish shows a copy of d whose bytes are stored and verified, unless another one is shown already, and returns what
 // is shown then. It is durable.
 func (st *Store) publish(ctx context.Context, d identity.Digest, copy string, size int64) (blobstore.Info, error) {
-	body, err := seal(live{copy, size, rand.Text()})
-	if err != nil {
-		return blobstore.Info{}, err
-	}
 	defer st.ordered()()
-	only := bucket.Condition{Absent: true} // as it is for nearly all blobs
+	show, only := live{Copy: copy, Size: size}, bucket.Condition{Absent: true} // as it is for nearly all blobs
 	for tries := 0; ; tries++ {
+		var err error
 		if tries > 0 || !st.conditional {
-			only, err = st.vacancy(ctx, d, copy)
+			show, only, err = st.vacancy(ctx, d, live{Copy: copy, Size: size})
 		}
 		if err == nil && only != (bucket.Condition{}) {
-			_, err = st.putIf(ctx, st.blobKey(d, liveName), body, only)
+			err = st.show(ctx, d, show, only)
 		}
 		if err == nil {
 			err = st.release(ctx, d)
@@ -338,26 +342,42 @@ func (st *Store) publish(ctx context.Context, d identity.Digest, copy string, si
 	}
 }
 
-// vacancy returns the condition under which a marker may be put that shows a copy. The zero condition means that the
-// marker stays: it shows this copy, or another one whose bytes are there.
-func (st *Store) vacancy(ctx context.Context, d identity.Digest, copy string) (only bucket.Condition, err error) {
+// show puts a marker.
+func (st *Store) show(ctx context.Context, d identity.Digest, l live, only bucket.Condition) error {
+	l.Salt = rand.Text()
+	body, err := seal(l)
+	if err != nil {
+		return err
+	}
+	_, err = st.putIf(ctx, st.blobKey(d, liveName), body, only)
+	return err
+}
+
+// vacancy returns what a marker is to show, mine or another copy that is shown already and whose bytes are there, and
+// the condition under which it may be put. A marker is put anew also for the other copy, so that whoever was about to
+// hide it finds that somebody relies on it. The zero condition means that the marker shows mine.
+func (st *Store) vacancy(ctx context.Context, d identity.Digest, mine live) (show live, only bucket.Condition, err error) {
 	l, o, err := st.readLive(ctx, d)
 	switch {
 	case errors.Is(err, bucket.ErrAbsent):
-		return bucket.Condition{Absent: true}, nil
+		return mine, bucket.Condition{Absent: true}, nil
 	case err != nil && !errors.Is(err, blobstore.ErrDamaged):
-		return only, err
-	case l.Copy == copy:
-		return only, nil
-	case l.Copy != "":
-		i, err := st.b.Head(ctx, st.bytesKey(d, l.Copy))
-		if err == nil && i.Size == l.Size {
-			return only, nil
-		} else if err != nil && !errors.Is(err, bucket.ErrAbsent) {
-			return only, err
-		}
+		return mine, only, err
+	case l.Copy == mine.Copy:
+		return mine, only, nil
 	}
-	return bucket.Condition{ETag: o.ETag}, nil
+	only.ETag = o.ETag
+	if n, ok := st.asideOf(d); l.Copy == "" || ok && n.Copy == l.Copy { // hidden, or about to be
+		return mine, only, nil
+	}
+	i, err := st.b.Head(ctx, st.bytesKey(d, l.Copy))
+	switch {
+	case err == nil && i.Size == l.Size:
+		return l, only, nil
+	case err != nil && !errors.Is(err, bucket.ErrAbsent):
+		return mine, bucket.Condition{}, err
+	}
+	return mine, only, nil
 }
 
 // List implements blobstore.Store. A page of the server's listing holds some 500 blobs; a blob of which several copies

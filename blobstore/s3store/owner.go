@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"strings"
 	"sync"
 	"syscall"
 	"time"
@@ -35,6 +36,7 @@ type owner struct {
 	ttl  time.Duration
 	stop chan struct{}
 	done chan struct{}
+	gone chan struct{} // closed when another process has the store
 	// inherited: the last owner did not give the store back.
 	inherited bool
 
@@ -49,7 +51,7 @@ func (st *Store) acquire(ctx context.Context, ttl time.Duration) (*owner, error)
 	host, _ := os.Hostname() // only for people
 	w := &owner{
 		st: st, me: claim{rand.Text(), host, os.Getpid(), pidSpace()}, ttl: ttl,
-		stop: make(chan struct{}), done: make(chan struct{}),
+		stop: make(chan struct{}), done: make(chan struct{}), gone: make(chan struct{}),
 	}
 	for tries := 0; ; tries++ {
 		only, err := w.free(ctx)
@@ -102,7 +104,17 @@ func (w *owner) dead(c claim) bool {
 	if c.PIDSpace == "" || c.PIDSpace != w.me.PIDSpace || c.PID <= 0 {
 		return false
 	}
-	return c.PID != w.me.PID && errors.Is(syscall.Kill(c.PID, 0), syscall.ESRCH)
+	return c.PID != w.me.PID && (errors.Is(syscall.Kill(c.PID, 0), syscall.ESRCH) || ended(c.PID))
+}
+
+// ended says whether a process of this machine is one that has ended and that its parent has not looked at yet.
+func ended(pid int) bool {
+	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+	if err != nil {
+		return false
+	}
+	_, state, _ := strings.Cut(string(stat[strings.LastIndex(string(stat), ")")+1:]), " ")
+	return strings.HasPrefix(state, "Z") || strings.HasPrefix(state, "X")
 }
 
 func (w *owner) put(ctx context.Context, c claim, only bucket.Condition) error {
@@ -182,6 +194,7 @@ func (w *owner) verify(ctx context.Context) (etag string, err error) {
 	w.lost = err
 	w.mu.Unlock()
 	if !known {
+		close(w.gone)
 		w.st.notify(fmt.Sprintf("%s was taken by another process: nothing more is written to it", w.st.b.Config))
 	}
 	return "", err

@@ -14,6 +14,8 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/kiln-registry/kiln-registry/blobstore"
 	"github.com/kiln-registry/kiln-registry/blobstore/s3store/bucket"
 	"github.com/kiln-registry/kiln-registry/identity"
@@ -110,12 +112,18 @@ func TestDeadOwner(t *testing.T) {
 	dead := claim{Process: rand.Text(), Host: "here", PID: cmd.Process.Pid, PIDSpace: pidSpace()}
 	elsewhere := dead
 	elsewhere.PIDSpace, elsewhere.Host = "another boot pid:[1]", "there"
+	zombie := exec.Command("true")
+	s.must(zombie.Start())
+	s.must(unix.Waitid(unix.P_PID, zombie.Process.Pid, nil, unix.WEXITED|unix.WNOWAIT, nil))
+	defer zombie.Wait()
+	notReaped := dead
+	notReaped.PID = zombie.Process.Pid
 	alive := dead
 	alive.PID = os.Getppid()
 	for _, c := range []struct {
 		claim claim
 		err   error
-	}{{elsewhere, blobstore.ErrInUse}, {alive, blobstore.ErrInUse}, {dead, nil}} {
+	}{{elsewhere, blobstore.ErrInUse}, {alive, blobstore.ErrInUse}, {dead, nil}, {notReaped, nil}} {
 		past := s.past()
 		body, err := seal(c.claim)
 		s.must(err)

@@ -170,6 +170,9 @@ func (st *Store) release(ctx context.Context, d identity.Digest) error {
 }
 
 func (st *Store) releaseNote(ctx context.Context, d identity.Digest, n note) error {
+	if err := st.change(ctx); err != nil {
+		return err
+	}
 	if err := st.removeCopy(ctx, d, n.Copy); err != nil {
 		return err
 	}

@@ -161,7 +161,7 @@ func (st *Store) putObject(ctx context.Context, refs []blobstore.Ref) (number ui
 	}
 }
 
-// stillOwner is asked when refs turn up that another try put: the owner of a store can only have put them itself.
+// stillOwner is asked when something turns up that another try put: the owner of a store can only have put it itself.
 func (st *Store) stillOwner(ctx context.Context) error {
 	if st.owner == nil {
 		return nil

@@ -105,14 +105,15 @@ func (st *Store) readState(ctx context.Context, id string) (s state, o bucket.Ob
 
 // sound says whether the numbers of a state agree.
 func (s *state) sound() bool {
-	sum := s.Parted
+	sum, room := s.Parted, partSize(len(s.Parts), s.Announced, partMin)
 	for _, t := range s.Tails {
-		if t.Size < 0 || !validID(t.Name) {
+		if t.Size < 0 || t.Size > room || !validID(t.Name) {
 			return false
 		}
 		sum += t.Size
+		room -= t.Size
 	}
-	return s.Parted >= 0 && sum == s.Size && (s.Multipart != "" || len(s.Parts) == 0) &&
+	return s.Parted >= 0 && s.Parted <= bucket.MaxObject && s.Announced <= bucket.MaxObject && sum == s.Size && (s.Multipart != "" || len(s.Parts) == 0) &&
 		(s.Announced < 0 || s.Size <= s.Announced)
 }
 
@@ -169,6 +170,7 @@ func (s *session) load(ctx context.Context, tails bool) error {
 	if !tails || found.Ended {
 		return nil
 	}
+	s.buf = make([]byte, 0, found.Size-found.Parted)
 	for _, t := range found.Tails {
 		o, err := s.st.b.Get(ctx, s.tailKey(t.Name), t.Size, func(body []byte) error {
 			if int64(len(body)) != t.Size || crc32.Checksum(body, castagnoli) != t.CRC {
@@ -299,8 +301,8 @@ func read(r io.Reader, b []byte) (n int, err error) {
 	return n, err
 }
 
-// grow makes room for n more bytes in buf: a piece at first, so that an upload of which little comes takes little, and
-// then for the whole part, or for what was announced if that is less.
+// grow makes room for n more bytes in buf. The first part grows with what comes, as an announcement alone must not take
+// memory; those after it take all at once.
 func (s *session) grow(n int) {
 	if cap(s.buf)-len(s.buf) >= n {
 		return
@@ -309,10 +311,11 @@ func (s *session) grow(n int) {
 	if a := s.cur.Announced; a >= 0 {
 		size = min(size, a-s.size.Load()+int64(len(s.buf)))
 	}
+	if s.n == 0 {
+		size = min(size, max(pieceSize, 4*int64(cap(s.buf)), int64(len(s.buf)+n)))
+	}
 	var b []byte
 	switch {
-	case len(s.buf)+n <= pieceSize:
-		b = make([]byte, 0, min(pieceSize, size))
 	case size == s.st.partMin:
 		b = *s.st.parts.Get().(*[]byte)
 	default:

@@ -25,6 +25,7 @@ import (
 	"fmt"
 	"hash/crc32"
 	"net/http"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -113,6 +114,9 @@ func Init(ctx context.Context, c Config) error {
 		return err
 	}
 	defer b.CloseIdle()
+	if err := checkAround(ctx, c); err != nil {
+		return err
+	}
 	if _, _, err = readMarker(ctx, b); !errors.Is(err, blobstore.ErrNotStore) {
 		return err
 	}
@@ -132,6 +136,25 @@ func Init(ctx context.Context, c Config) error {
 	}
 	if err != nil {
 		return fmt.Errorf("make store %s: %w", c, err)
+	}
+	return nil
+}
+
+// checkAround refuses a place inside of another store, as far as the credentials let it look.
+func checkAround(ctx context.Context, c Config) error {
+	for outer := c; outer.Prefix != ""; {
+		outer.Prefix = outer.Prefix[:max(0, strings.LastIndex(outer.Prefix, "/"))]
+		b, err := bucket.Dial(outer, bucket.Options{})
+		if err != nil {
+			return err
+		}
+		_, _, err = readMarker(ctx, b)
+		b.CloseIdle()
+		if err == nil {
+			return fmt.Errorf("%s: %w: it would be inside of the store %s", c, blobstore.ErrNotStore, outer)
+		} else if errors.Is(err, blobstore.ErrUnavailable) || ctx.Err() != nil {
+			return err
+		}
 	}
 	return nil
 }
@@ -273,6 +296,14 @@ func (st *Store) probe(ctx context.Context, m bucket.Object) (bool, error) {
 		}
 	}
 	return true, nil
+}
+
+// Lost is closed when another process took the store. It is nil if the store is shared.
+func (st *Store) Lost() <-chan struct{} {
+	if st.owner == nil {
+		return nil
+	}
+	return st.owner.gone
 }
 
 // ID returns what tells this store from all others, also after it was moved to another bucket.

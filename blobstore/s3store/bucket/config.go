@@ -8,6 +8,7 @@ import (
 	"net/url"
 	"os"
 	"slices"
+	"strconv"
 	"strings"
 
 	"github.com/minio/minio-go/v7"
@@ -64,7 +65,7 @@ func Parse(raw string) (c Config, err error) {
 	for name, values := range query {
 		switch {
 		case !slices.Contains(parameters, name):
-			return c, fmt.Errorf("%s: unknown parameter %q: there are %s", c, name, strings.Join(parameters, ", "))
+			return c, fmt.Errorf("%s: unknown parameter %s: there are %s", c, shown(name), strings.Join(parameters, ", "))
 		case len(values) > 1:
 			return c, fmt.Errorf("%s: parameter %q is there twice", c, name)
 		}
@@ -120,12 +121,23 @@ func (c *Config) endpoint(raw string) error {
 	return nil
 }
 
+// shown returns the name of a parameter, if it looks like one: else it may be a secret.
+func shown(name string) string {
+	if len(name) > 32 || strings.Trim(name, "abcdefghijklmnopqrstuvwxyz_-") != "" {
+		return "(not shown)"
+	}
+	return strconv.Quote(name)
+}
+
 // redact drops what may be a secret from a URL that does not parse.
 func redact(raw string) string {
 	if at := strings.LastIndex(raw, "@"); at >= 0 {
 		raw = raw[at+1:]
 	}
 	before, _, _ := strings.Cut(raw, "?")
+	if u, err := url.Parse(before); err != nil || u.User != nil {
+		return "(not shown)" // what looks like a port is perhaps a secret
+	}
 	return before
 }
 

@@ -23,6 +23,10 @@ import (
 const (
 	// stallLimit is how long a request may make no progress in either direction before it is tried again.
 	stallLimit = 30 * time.Second
+	// patience is how long a small request may take in all, tries and pauses and everything, before the server counts as
+	// not available; slowest is the number of bytes a second of a larger one that this allows for.
+	patience = 30 * time.Second
+	slowest  = 128 << 10
 	// assemblyLimit is the same where a server may copy all bytes of an object before it says a word.
 	assemblyLimit = 10 * time.Minute
 	// Attempts is how often a request is made, with growing random pauses of up to a second, if the server can't be
@@ -39,9 +43,9 @@ type Options struct {
 	Transport func(http.RoundTripper) http.RoundTripper
 	// Tries is how often a request is made that fails for a reason that may pass. Zero means Attempts.
 	Tries int
-	// Stall and Assembly are other limits than the usual ones for a request without progress, and for Complete; Pause is
-	// another unit of Bucket.Pause.
-	Stall, Assembly, Pause time.Duration
+	// Stall, Assembly and Patience are other limits than the usual ones for a request without progress, for Complete, and
+	// for a small request in all; Pause is another unit of Bucket.Pause.
+	Stall, Assembly, Patience, Pause time.Duration
 }
 
 // Bucket makes requests to one bucket. It is safe for concurrent use.
@@ -52,6 +56,12 @@ type Bucket struct {
 	skew    *atomic.Int64 // nanoseconds that the server's clock was ahead of ours in its last refusal
 	idle    func()        // closes connections that nothing goes over
 	pause   time.Duration
+	limit   time.Duration // see patience
+}
+
+// bounded ends a request of so many bytes that takes too long in all.
+func (b *Bucket) bounded(ctx context.Context, bytes int) (context.Context, context.CancelFunc) {
+	return context.WithTimeout(ctx, b.limit+time.Duration(bytes)*time.Second/slowest)
 }
 
 // Dial returns a Bucket, and makes no request yet.
@@ -61,7 +71,7 @@ func Dial(c Config, o Options) (*Bucket, error) {
 		return nil, err
 	}
 	usual, long := newTransport(pool, cmp.Or(o.Stall, stallLimit)), newTransport(pool, cmp.Or(o.Assembly, assemblyLimit))
-	b := &Bucket{Config: c, skew: new(atomic.Int64), pause: cmp.Or(o.Pause, pauseUnit), idle: func() {
+	b := &Bucket{Config: c, skew: new(atomic.Int64), pause: cmp.Or(o.Pause, pauseUnit), limit: cmp.Or(o.Patience, patience), idle: func() {
 		usual.CloseIdleConnections()
 		long.CloseIdleConnections()
 	}}
@@ -184,6 +194,24 @@ func (p *inPieces) Write(b []byte) (n int, err error) {
 
 func (w watched) extend() { _ = w.SetDeadline(time.Now().Add(w.stall)) } // fails on a closed connection only
 
+// maxListing is more than any page of a listing has.
+const maxListing = 16 << 20
+
+// capped is a body that ends with an error where it goes on for too long.
+type capped struct {
+	io.ReadCloser
+	left int64
+}
+
+func (c *capped) Read(b []byte) (int, error) {
+	if c.left <= 0 {
+		return 0, fmt.Errorf("the page of a listing has more than %d bytes", maxListing)
+	}
+	n, err := c.ReadCloser.Read(b[:min(int64(len(b)), c.left)])
+	c.left -= int64(n)
+	return n, err
+}
+
 // refusals looks at what a server answers when it refuses a request, and at why it can't be reached.
 type refusals struct {
 	http.RoundTripper
@@ -199,6 +227,9 @@ func (f refusals) RoundTrip(req *http.Request) (*http.Response, error) {
 			return nil, unknown
 		}
 		return nil, err
+	}
+	if query := req.URL.Query(); query.Has("list-type") || query.Has("uploads") {
+		resp.Body = &capped{resp.Body, maxListing}
 	}
 	if resp.StatusCode != http.StatusForbidden && resp.StatusCode != http.StatusBadRequest {
 		return resp, nil

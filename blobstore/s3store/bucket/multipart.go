@@ -39,7 +39,9 @@ type Multipart struct {
 // Begin begins a multipart upload.
 func (b *Bucket) Begin(ctx context.Context, key string) (id string, err error) {
 	err = b.persist(ctx, func() (err error) {
-		id, err = b.core.NewMultipartUpload(ctx, b.Bucket, key, minio.PutObjectOptions{
+		inner, cancel := b.bounded(ctx, 0)
+		defer cancel()
+		id, err = b.core.NewMultipartUpload(inner, b.Bucket, key, minio.PutObjectOptions{
 			ServerSideEncryption: b.sse,
 			UserMetadata:         map[string]string{"X-Amz-Checksum-Algorithm": "CRC32C"},
 		})
@@ -103,7 +105,9 @@ func encodeCRC(crc uint32) string {
 // Abort drops a multipart upload. It is no error if there is none.
 func (b *Bucket) Abort(ctx context.Context, key, id string) error {
 	err := b.persist(ctx, func() error {
-		return b.explain(ctx, abortUpload, key, b.core.AbortMultipartUpload(ctx, b.Bucket, key, id))
+		inner, cancel := b.bounded(ctx, 0)
+		defer cancel()
+		return b.explain(ctx, abortUpload, key, b.core.AbortMultipartUpload(inner, b.Bucket, key, id))
 	})
 	if errors.Is(err, ErrNoUpload) || errors.Is(err, ErrAbsent) {
 		return nil

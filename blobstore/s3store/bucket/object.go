@@ -71,7 +71,9 @@ func (b *Bucket) Get(ctx context.Context, key string, limit int64, sound func([]
 const soundAttempts = 3
 
 func (b *Bucket) getOnce(ctx context.Context, key string, limit int64) (o Object, err error) {
-	body, info, header, err := b.core.GetObject(ctx, b.Bucket, key, minio.GetObjectOptions{})
+	inner, cancel := b.bounded(ctx, int(limit))
+	defer cancel()
+	body, info, header, err := b.core.GetObject(inner, b.Bucket, key, minio.GetObjectOptions{})
 	if err != nil {
 		return o, b.explain(ctx, getObject, key, err)
 	}
@@ -100,9 +102,35 @@ func (b *Bucket) Range(ctx context.Context, key string, off, n int64) (r io.Read
 	if err := o.SetRange(off, off+n-1); err != nil {
 		return nil, 0, err
 	}
-	r, info, _, err := b.core.GetObject(ctx, b.Bucket, key, o)
-	return r, info.Size, b.explain(ctx, getObject, key, err)
+	inner, cancel := context.WithCancel(ctx)
+	waiting := time.AfterFunc(b.limit, cancel) // for the answer to begin
+	r, info, _, err := b.core.GetObject(inner, b.Bucket, key, o)
+	if !waiting.Stop() && ctx.Err() == nil { // it was about to begin, perhaps
+		if err == nil {
+			r.Close()
+		}
+		return nil, 0, b.unanswered(errSilent)
+	}
+	if err != nil {
+		cancel()
+		return nil, 0, b.explain(ctx, getObject, key, err)
+	}
+	return ranged{r, cancel}, info.Size, nil
 }
+
+// ranged is the body of an answer that Range returns.
+type ranged struct {
+	io.ReadCloser
+	cancel context.CancelFunc
+}
+
+func (r ranged) Close() error {
+	defer r.cancel()
+	return r.ReadCloser.Close()
+}
+
+// errSilent: the server takes requests, and does not answer.
+var errSilent = errors.New("the server does not answer")
 
 // Put writes an object, whole, and returns its ETag. The server checks the bytes. ErrConflict if the condition does not
 // hold, or no longer holds because of an earlier try of the same request.
@@ -136,7 +164,9 @@ func (b *Bucket) put(
 	o.DisableContentSha256 = true // or the client would hash the body again, piece by piece
 	o.UserMetadata = map[string]string{"x-amz-checksum-sha256": encode(sum)}
 	err = b.persist(ctx, func() (err error) {
-		u, err = b.core.PutObject(ctx, b.Bucket, key, bytes.NewReader(body), int64(len(body)), "", sum.Hex(), o)
+		inner, cancel := b.bounded(ctx, len(body))
+		defer cancel()
+		u, err = b.core.PutObject(inner, b.Bucket, key, bytes.NewReader(body), int64(len(body)), "", sum.Hex(), o)
 		if err == nil && u.ChecksumSHA256 != "" && u.ChecksumSHA256 != encode(sum) {
 			return fmt.Errorf("%s: %w: it says SHA-256 %s, sent was %s", key, ErrChanged, u.ChecksumSHA256, encode(sum))
 		}
@@ -147,7 +177,9 @@ func (b *Bucket) put(
 
 // Remove deletes an object. It is no error if there is none.
 func (b *Bucket) Remove(ctx context.Context, key string) error {
-	err := b.explain(ctx, delObject, key, b.core.RemoveObject(ctx, b.Bucket, key, minio.RemoveObjectOptions{}))
+	inner, cancel := b.bounded(ctx, 0)
+	defer cancel()
+	err := b.explain(ctx, delObject, key, b.core.RemoveObject(inner, b.Bucket, key, minio.RemoveObjectOptions{}))
 	if errors.Is(err, ErrAbsent) {
 		return nil
 	}
@@ -156,7 +188,9 @@ func (b *Bucket) Remove(ctx context.Context, key string) error {
 
 // Head describes an object. ErrAbsent.
 func (b *Bucket) Head(ctx context.Context, key string) (Entry, error) {
-	i, err := b.core.StatObject(ctx, b.Bucket, key, minio.StatObjectOptions{Checksum: true})
+	inner, cancel := b.bounded(ctx, 0)
+	defer cancel()
+	i, err := b.core.StatObject(inner, b.Bucket, key, minio.StatObjectOptions{Checksum: true})
 	return Entry{key, i.Size, i.LastModified, i.ChecksumCRC32C}, b.explain(ctx, getObject, key, err)
 }
 
@@ -186,13 +220,24 @@ func (b *Bucket) List(ctx context.Context, prefix, after string, limit int) iter
 // list calls yield until it returns false.
 func (b *Bucket) list(ctx context.Context, prefix, after string, limit int, yield func(Entry) bool) error {
 	o := minio.ListObjectsOptions{Prefix: prefix, StartAfter: after, Recursive: true, MaxKeys: limit}
-	for i := range b.core.ListObjectsIter(ctx, b.Bucket, o) {
-		if i.Err != nil {
+	inner, cancel := context.WithCancel(ctx)
+	defer cancel()
+	waiting := time.AfterFunc(b.limit, cancel) // for the next page
+	defer waiting.Stop()
+	for i := range b.core.ListObjectsIter(inner, b.Bucket, o) {
+		if i.Err != nil && ctx.Err() == nil && inner.Err() != nil {
+			return b.unanswered(errSilent)
+		} else if i.Err != nil {
 			return b.explain(ctx, listBucket, prefix, i.Err)
 		}
+		waiting.Stop()
 		if !yield(Entry{Key: i.Key, Size: i.Size, Modified: i.LastModified}) {
 			return nil
 		}
+		waiting.Reset(b.limit)
+	}
+	if ctx.Err() == nil && inner.Err() != nil {
+		return b.unanswered(errSilent)
 	}
 	return ctx.Err() // or a listing that was given up would pass for a short one
 }
