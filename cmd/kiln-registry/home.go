@@ -9,6 +9,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"regexp"
 	"strings"
 
 	"github.com/kiln-registry/kiln-registry/blobstore"
@@ -34,7 +35,10 @@ type place struct {
 
 const placeForms = "a folder, or s3://bucket/prefix?endpoint=https://host:port"
 
-// parsePlace reads the argument or flag that is called what.
+// schemeLike is how what was meant for a URL begins. A folder of that name can be written ./s3:
+var schemeLike = regexp.MustCompile(`^(?i)(s3:|[a-z][a-z0-9+.-]*:/)`)
+
+// parsePlace reads the argument or flag that is called what. Its errors have nothing of the name that may be a secret.
 func parsePlace(what, name string) (p place, err error) {
 	p.name = name
 	switch {
@@ -46,7 +50,7 @@ func parsePlace(what, name string) (p place, err error) {
 			return p, cli.Usagef("%s: %w", what, err)
 		}
 		return p, nil
-	case strings.Contains(name, "://"):
+	case strings.Contains(name, "://"), schemeLike.MatchString(name): // s3:/ is a slip, and may have a secret after it
 		return p, cli.Usagef("%s: want %s", what, placeForms)
 	}
 	p.folder = name

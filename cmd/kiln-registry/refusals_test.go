@@ -208,3 +208,28 @@ func TestStoreIsPrivate(t *testing.T) {
 		}
 	}
 }
+
+// A secret that was put into the URL of a store is not said again: not by --print-config, and by no refusal.
+func TestSecretsInTheURLOfAStore(t *testing.T) {
+	dir := t.TempDir()
+	for _, at := range []string{
+		"s3://AK:HUSH@bucket/p", "s3://AK:SEC/HUSH@bucket/p", "s3://AK:HUSH/bucket", "s3:/AK:HUSH@bucket/p",
+		"S3:/AK:HUSH@bucket/p", "s3:AK:HUSH@bucket/p", "https:/AK:HUSH@host/p", "https://AK:HUSH@host/p",
+		"s3://bucket/p?secret-key=HUSH", "s3://bucket/p?HUSH", "s3://bucket/p?%ZZHUSH", "s3://bucket/p#HUSH",
+		"s3://bucket/p?endpoint=https://AK:HUSH@host", "s3://bucket/p?endpoint=AK:HUSH",
+		"s3://bucket/p?addressing=path&addressing=HUSH",
+	} {
+		for _, args := range [][]string{
+			{"serve", "--store", at}, {"serve", "--print-config", "--store", at}, {"reindex", "--store", at},
+			{"copy", at, "elsewhere"}, {"copy", "elsewhere", at},
+		} {
+			code, stdout, stderr := runs(t, dir, args...)
+			if code != 2 || stdout != "" || strings.Contains(stderr, "HUSH") {
+				t.Errorf("%v: exit %d: %s%s", args, code, stdout, stderr)
+			}
+		}
+	}
+	if found, _ := os.ReadDir(dir); len(found) != 0 {
+		t.Error("a refused command left something behind:", found)
+	}
+}

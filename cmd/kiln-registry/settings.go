@@ -32,6 +32,9 @@ func (s *serving) start(cmd *cobra.Command, stderr io.Writer) error {
 		return err
 	}
 	if s.print {
+		if _, err := parsePlace("--store", s.at); err != nil {
+			return set.Blame(err) // what is printed would have a secret in it that was put where none belongs
+		}
 		err := set.Write(cmd.OutOrStdout())
 		_, bad := s.logging.open(stderr)
 		return set.Blame(errors.Join(err, bad, s.check()))

@@ -65,7 +65,7 @@ func Parse(raw string) (c Config, err error) {
 	for name, values := range query {
 		switch {
 		case !slices.Contains(parameters, name):
-			return c, fmt.Errorf("%s: unknown parameter %s: there are %s", c, shown(name), strings.Join(parameters, ", "))
+			return c, fmt.Errorf("%s: unknown parameter %s: there are %s", c, shown(name, values), strings.Join(parameters, ", "))
 		case len(values) > 1:
 			return c, fmt.Errorf("%s: parameter %q is there twice", c, name)
 		}
@@ -121,9 +121,9 @@ func (c *Config) endpoint(raw string) error {
 	return nil
 }
 
-// shown returns the name of a parameter, if it looks like one: else it may be a secret.
-func shown(name string) string {
-	if len(name) > 32 || strings.Trim(name, "abcdefghijklmnopqrstuvwxyz_-") != "" {
+// shown returns the name of a parameter, if a value followed it: else it may be a secret itself.
+func shown(name string, values []string) string {
+	if strings.Join(values, "") == "" {
 		return "(not shown)"
 	}
 	return strconv.Quote(name)
