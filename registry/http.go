@@ -11,6 +11,7 @@ import (
 	"log/slog"
 	"net/http"
 	"net/url"
+	"runtime/debug"
 	"slices"
 	"strconv"
 	"strings"
@@ -146,6 +147,19 @@ func (r *Registry) serve(rt route) http.HandlerFunc {
 		q := &request{Request: hr, id: requestID(hr.Header.Get(api.HeaderRequestID)), idle: r.idle}
 		q.body = &progressReader{r: hr.Body, control: w.control, idle: r.idle, received: &r.traffic.received}
 		w.Header().Set(api.HeaderRequestID, q.id)
+		ended := func(err error) {
+			did := Served{template, q.Method, w.status, q.body.n, w.n, time.Since(began), err}
+			r.record(q, did)
+			if r.observe != nil {
+				r.observe(did)
+			}
+		}
+		defer func() {
+			if p := recover(); p != nil {
+				ended(panicked(p))
+				panic(http.ErrAbortHandler) // which breaks the connection off and says nothing more
+			}
+		}()
 		resets := r.resets.Load()
 		err := r.admit(rt, q)
 		if err == nil {
@@ -161,12 +175,19 @@ func (r *Registry) serve(rt route) http.HandlerFunc {
 			r.refuse(w, q, err)
 		}
 		w.extend() // for what is still buffered
-		did := Served{template, q.Method, w.status, q.body.n, w.n, time.Since(began), err}
-		r.record(q, did)
-		if r.observe != nil {
-			r.observe(did)
-		}
+		ended(err)
 	}
+}
+
+// ErrPanic is the error of a request whose answer a fault of this program broke off.
+var ErrPanic = errors.New("panic")
+
+// panicked makes an error of what was recovered, with the place that it came from.
+func panicked(p any) error {
+	if p == http.ErrAbortHandler {
+		return http.ErrAbortHandler
+	}
+	return fmt.Errorf("%w: %v\n%s", ErrPanic, p, debug.Stack())
 }
 
 // isUnknown says whether a request was refused as something was not found.
@@ -288,12 +309,12 @@ func asAPI(err error) *api.Error {
 	return api.AsError(err)
 }
 
-// record logs a request once: failures of the registry as errors, changes as information, the rest for debugging. Not to
-// be ready is no failure.
+// record logs a request once: panics and failures of the registry as errors, changes as information, the rest for
+// debugging. Not to be ready is no failure.
 func (r *Registry) record(q *request, did Served) {
 	level := slog.LevelDebug
 	switch {
-	case did.Err != nil && did.Status >= 500 && !errors.Is(did.Err, api.ErrUnavailable):
+	case errors.Is(did.Err, ErrPanic), did.Err != nil && did.Status >= 500 && !errors.Is(did.Err, api.ErrUnavailable):
 		level = slog.LevelError
 	case q.Method != http.MethodGet && q.Method != http.MethodHead:
 		level = slog.LevelInfo

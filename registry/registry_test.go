@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"log/slog"
@@ -287,5 +288,29 @@ func TestFindByBytes(t *testing.T) {
 	}
 	if a := s.want(404, "GET", api.PathBaseManifest(agg)+"?repo=no/such", nil); a.code() != api.CodeAggregateUnknown {
 		t.Fatal(a)
+	}
+}
+
+// A fault of the program is told to whoever runs it, and breaks off the one answer.
+func TestPanicIsLoggedAndCounted(t *testing.T) {
+	s := newServer(t)
+	seen := make(chan registry.Served, 2)
+	s.restart(func(c *registry.Config) {
+		c.Observe = func(did registry.Served) { seen <- did }
+		c.Metrics = http.HandlerFunc(func(http.ResponseWriter, *http.Request) { panic("out of cheese") })
+	})
+	if res, err := http.Get(s.http.URL + api.PathMetrics); err == nil {
+		res.Body.Close()
+		t.Error("it was answered:", res)
+	}
+	if did := <-seen; !errors.Is(did.Err, registry.ErrPanic) || did.Route != api.PathMetrics {
+		t.Errorf("%+v", did)
+	}
+	s.want(200, "GET", api.PathReady, nil)
+	s.stop()
+	for _, word := range []string{"level=ERROR", "method=GET", "path=/metrics", "out of cheese", "registry_test.go:"} {
+		if !strings.Contains(s.log.String(), word) {
+			t.Errorf("no %q in the log:\n%s", word, s.log)
+		}
 	}
 }

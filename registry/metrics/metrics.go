@@ -102,6 +102,7 @@ var reasons = []struct {
 	err  error
 	word string
 }{
+	{registry.ErrPanic, "panic"},
 	{blobstore.ErrNoSpace, "store_full"},
 	{api.ErrStoreFull, "store_full"},
 	{blobstore.ErrUnavailable, "store_unavailable"},

@@ -267,13 +267,13 @@ func TestFailures(t *testing.T) {
 		{Status: 503, Err: fmt.Errorf("read: %w", blobstore.ErrUnavailable)}, {Status: 507, Err: api.ErrStoreFull},
 		{Status: 507, Err: blobstore.ErrNoSpace}, {Status: 500, Err: fmt.Errorf("x")}, {Status: 404, Err: api.ErrBlobUnknown},
 		{Status: 200, Err: fmt.Errorf("client is gone")}, {Status: 200}, {Status: 404, Err: blobstore.ErrQuarantined},
-		{Status: 200, Err: fmt.Errorf("in the middle: %w", blobstore.ErrDamaged)}, {Status: 0, Method: "\xff"},
+		{Status: 200, Err: fmt.Errorf("in the middle: %w", blobstore.ErrDamaged)}, {Status: 0, Method: "\xff"}, {Err: fmt.Errorf("%w: x", registry.ErrPanic)},
 	} {
 		m.Observe(d)
 	}
 	_, f := s.read()
 	for reason, want := range map[string]float64{"store_unavailable": 1, "store_full": 2, "other": 1, "blob_damaged": 1,
-		"store_damaged": 1, "index_damaged": 0} {
+		"store_damaged": 1, "index_damaged": 0, "panic": 1} {
 		if got := value(f, "kiln_request_failures_total", "reason="+reason); got != want {
 			t.Errorf("%s: %v, want %v", reason, got, want)
 		}
