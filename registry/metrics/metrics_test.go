@@ -267,7 +267,8 @@ func TestFailures(t *testing.T) {
 		{Status: 503, Err: fmt.Errorf("read: %w", blobstore.ErrUnavailable)}, {Status: 507, Err: api.ErrStoreFull},
 		{Status: 507, Err: blobstore.ErrNoSpace}, {Status: 500, Err: fmt.Errorf("x")}, {Status: 404, Err: api.ErrBlobUnknown},
 		{Status: 200, Err: fmt.Errorf("client is gone")}, {Status: 200}, {Status: 404, Err: blobstore.ErrQuarantined},
-		{Status: 200, Err: fmt.Errorf("in the middle: %w", blobstore.ErrDamaged)}, {Status: 0, Method: "\xff"}, {Err: fmt.Errorf("%w: x", registry.ErrPanic)},
+		{Status: 200, Err: fmt.Errorf("in the middle: %w", blobstore.ErrDamaged)}, {Status: 0, Method: "\xff"},
+		{Method: "GET", Err: fmt.Errorf("%w: x", registry.ErrPanic)},
 	} {
 		m.Observe(d)
 	}
