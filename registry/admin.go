@@ -131,9 +131,14 @@ const retireAtOnce = 256
 func (r *Registry) retain(
 	ctx context.Context, repo string, t Retention, did *Retained, gone func(Retired) error,
 ) error {
-	indexes, err := r.indexesOf(ctx, repo)
-	if err != nil {
+	lists, listed := children{}, map[identity.Digest]bool{}
+	if err := r.readIndexes(ctx, repo, lists); err != nil {
 		return err
+	}
+	for _, ds := range lists {
+		for _, d := range ds {
+			listed[d] = true
+		}
 	}
 	var old []index.Record
 	n := 0
@@ -149,7 +154,7 @@ func (r *Registry) retain(
 			did.Newest++
 			continue
 		}
-		referred := len(indexes[rec.Digest]) > 0
+		referred := listed[rec.Digest]
 		if !referred {
 			if referred, err = r.named(ctx, rec); err != nil {
 				return err

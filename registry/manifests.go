@@ -222,15 +222,17 @@ func immutable(repo, tag string, d identity.Digest) error {
 }
 
 // checkDelete refuses to delete an immutable tag, or a manifest that one keeps: it names it, or an index that lists it.
-func (r *Registry) checkDelete(ctx context.Context, repo string, ref api.Ref, d identity.Digest) error {
+// lists are the indexes that were read before.
+func (r *Registry) checkDelete(
+	ctx context.Context, repo string, ref api.Ref, d identity.Digest, lists children,
+) error {
 	if ref.Tag != "" {
 		if r.immutable.Match(repo, ref.Tag) {
 			return immutable(repo, ref.Tag, d)
 		}
 		return nil
 	}
-	indexes, err := r.indexesOf(ctx, repo)
-	if err != nil {
+	if err := r.readIndexes(ctx, repo, lists); err != nil {
 		return err
 	}
 	seen := map[identity.Digest]bool{}
@@ -249,37 +251,13 @@ func (r *Registry) checkDelete(ctx context.Context, repo string, ref api.Ref, d 
 				return immutable(repo, tag, at)
 			}
 		}
-		todo = append(todo, indexes[at]...)
+		for parent, listed := range lists {
+			if slices.Contains(listed, at) {
+				todo = append(todo, parent)
+			}
+		}
 	}
 	return nil
-}
-
-// indexesOf returns, for each manifest that an index of the repository lists, those indexes.
-func (r *Registry) indexesOf(ctx context.Context, repo string) (map[identity.Digest][]identity.Digest, error) {
-	indexes := map[identity.Digest][]identity.Digest{}
-	for rec, err := range r.ix.Find(ctx, index.Query{Repo: repo}) {
-		if err != nil {
-			return nil, err
-		}
-		if !(classify.Manifest{MediaType: rec.MediaType}).IsIndex() {
-			continue
-		}
-		_, body, err := r.ix.Manifest(ctx, repo, rec.Digest.String())
-		if errors.Is(err, index.ErrNotFound) {
-			continue // deleted meanwhile
-		}
-		if err != nil {
-			return nil, err
-		}
-		m, err := classify.Parse(rec.MediaType, body)
-		if err != nil {
-			return nil, fmt.Errorf("manifest %s of %s: %w", rec.Digest, repo, err)
-		}
-		for _, c := range m.Children {
-			indexes[c.Digest] = append(indexes[c.Digest], rec.Digest)
-		}
-	}
-	return indexes, nil
 }
 
 // sameFinding says whether a manifest was found to be the same as before. It may not be: when blobs were missing and
@@ -452,19 +430,26 @@ func (r *Registry) DeleteManifest(ctx context.Context, c access.Caller, repo str
 	if ref.Tag == "" || r.immutable.MatchRepo(repo) {
 		hold = func() (release func()) { return r.holdRepo(repo) }
 	}
-	return r.decide(ctx, hold, func() error { return r.deleteNow(ctx, repo, ref) })
+	lists := children{}
+	if ref.Tag == "" && r.immutable.MatchRepo(repo) {
+		// They are read before everybody else is kept out: what is left to read then is what came in between.
+		if err := r.readIndexes(ctx, repo, lists); err != nil {
+			return err
+		}
+	}
+	return r.decide(ctx, hold, func() error { return r.deleteNow(ctx, repo, ref, lists) })
 }
 
 // deleteNow is a part of decide. For a manifest, and where tags may be immutable, it has holdRepo, so that no tag moves
 // meanwhile, and for a manifest inOrder. Tags that are too many for one change go first: the manifest stays until none
 // of them is left.
-func (r *Registry) deleteNow(ctx context.Context, repo string, ref api.Ref) error {
+func (r *Registry) deleteNow(ctx context.Context, repo string, ref api.Ref, lists children) error {
 	rec, err := r.ix.Get(ctx, repo, ref.String())
 	if err != nil {
 		return unknownManifest(err, repo, ref)
 	}
 	if r.immutable.MatchRepo(repo) {
-		if err := r.checkDelete(ctx, repo, ref, rec.Digest); err != nil {
+		if err := r.checkDelete(ctx, repo, ref, rec.Digest, lists); err != nil {
 			return err
 		}
 	}
