@@ -240,7 +240,8 @@ func (st *Store) hide(ctx context.Context, i blobstore.Info) (hidden bool, err e
 		} else if err != nil {
 			return false, err
 		}
-		// Asked again with the marker at hand: an owner that was taken over meanwhile must not hide what the new one relies on.
+		// Asked again with the marker at hand: an owner that lost the store meanwhile must not hide what the new one relies
+		// on.
 		if err := st.change(ctx); err != nil {
 			return false, err
 		}
@@ -356,7 +357,9 @@ func (st *Store) show(ctx context.Context, d identity.Digest, l live, only bucke
 // vacancy returns what a marker is to show, mine or another copy that is shown already and whose bytes are there, and
 // the condition under which it may be put. A marker is put anew also for the other copy, so that whoever was about to
 // hide it finds that somebody relies on it. The zero condition means that the marker shows mine.
-func (st *Store) vacancy(ctx context.Context, d identity.Digest, mine live) (show live, only bucket.Condition, err error) {
+func (st *Store) vacancy(
+	ctx context.Context, d identity.Digest, mine live,
+) (show live, only bucket.Condition, err error) {
 	l, o, err := st.readLive(ctx, d)
 	switch {
 	case errors.Is(err, bucket.ErrAbsent):

@@ -42,7 +42,8 @@ const connections = 4 * mib
 // grown is what the buffer of a first part was, before it had the size of a part: it grows with what comes.
 const grown = 21 * pieceSize // 1, 4 and 16 pieces
 
-// TestMemoryOfAnUpload: an upload of many parts allocates two of them, what the first grew from, and what requests take.
+// TestMemoryOfAnUpload: an upload of many parts allocates two of them, what the first grew from, and what requests
+// take.
 func TestMemoryOfAnUpload(t *testing.T) {
 	const parts = 12
 	size := int64(parts*partOf + 1)

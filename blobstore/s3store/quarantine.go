@@ -16,8 +16,8 @@ import (
 
 const asideName = "aside"
 
-// note is what aside/HEX says of a copy that was set aside. It is put before the copy is hidden, and holds only while the
-// marker shows no copy. Its bytes stay where they are.
+// note is what aside/HEX says of a copy that was set aside. It is put before the copy is hidden, and holds only while
+// the marker shows no copy. The bytes stay where they are.
 type note struct {
 	Copy    string    `json:"copy"`
 	Size    int64     `json:"size"`

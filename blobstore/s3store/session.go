@@ -113,7 +113,8 @@ func (s *state) sound() bool {
 		sum += t.Size
 		room -= t.Size
 	}
-	return s.Parted >= 0 && s.Parted <= bucket.MaxObject && s.Announced <= bucket.MaxObject && sum == s.Size && (s.Multipart != "" || len(s.Parts) == 0) &&
+	return s.Parted >= 0 && s.Parted <= bucket.MaxObject && s.Announced <= bucket.MaxObject && sum == s.Size &&
+		(s.Multipart != "" || len(s.Parts) == 0) &&
 		(s.Announced < 0 || s.Size <= s.Announced)
 }
 
@@ -286,8 +287,8 @@ func (s *session) fill(r io.Reader, room int64) (n int, err error) {
 	return n, err
 }
 
-// read reads until b is full or r has no more. Unlike io.ReadFull it returns r's own error: a request body that ends too
-// early says so with io.ErrUnexpectedEOF.
+// read reads until b is full or r has no more. Unlike io.ReadFull it returns r's own error: a request body that ends
+// too early says so with io.ErrUnexpectedEOF.
 func read(r io.Reader, b []byte) (n int, err error) {
 	for idle := 0; n < len(b) && err == nil; {
 		var m int

@@ -229,7 +229,10 @@ func Open(ctx context.Context, c Config, o Options) (*Store, error) {
 	if err != nil {
 		return nil, err
 	}
-	st := &Store{b: b, notify: o.Notify, active: map[string]*session{}, aside: map[identity.Digest]note{}, partMin: partMin, saveEvery: saveEvery}
+	st := &Store{
+		b: b, notify: o.Notify, active: map[string]*session{}, aside: map[identity.Digest]note{},
+		partMin: partMin, saveEvery: saveEvery,
+	}
 	if st.notify == nil {
 		st.notify = func(string) {}
 	}

@@ -27,7 +27,8 @@ func (st *Store) Create(ctx context.Context, hint identity.Digest, size int64) (
 
 func (st *Store) create(ctx context.Context, hint identity.Digest, size int64) (*upload, error) {
 	if size > bucket.MaxObject {
-		return nil, fmt.Errorf("%w: %d bytes to come, an object has at most %d", blobstore.ErrNoSpace, size, int64(bucket.MaxObject))
+		return nil, fmt.Errorf("%w: %d bytes to come, an object has at most %d",
+			blobstore.ErrNoSpace, size, int64(bucket.MaxObject))
 	}
 	s := &session{st: st, id: rand.Text(), name: rand.Text(), hash: identity.NewHash()}
 	h, err := s.hash.MarshalBinary()
@@ -289,8 +290,8 @@ func (s *session) send(ctx context.Context, b []byte, crc uint32, size int64, h 
 	return s.saveState(ctx)
 }
 
-// sendLast sends buf as the last part if everything that was announced is there, so that it needs no tail, which a Commit
-// would have to fetch again. What goes wrong is in failed.
+// sendLast sends buf as the last part if everything that was announced is there, so that it needs no tail, which a
+// Commit would have to fetch again. What goes wrong is in failed.
 func (s *session) sendLast(ctx context.Context) {
 	s.wait()
 	complete, kept := s.size.Load() == s.cur.Announced, s.size.Load() == s.cur.Size

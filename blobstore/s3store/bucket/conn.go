@@ -71,10 +71,13 @@ func Dial(c Config, o Options) (*Bucket, error) {
 		return nil, err
 	}
 	usual, long := newTransport(pool, cmp.Or(o.Stall, stallLimit)), newTransport(pool, cmp.Or(o.Assembly, assemblyLimit))
-	b := &Bucket{Config: c, skew: new(atomic.Int64), pause: cmp.Or(o.Pause, pauseUnit), limit: cmp.Or(o.Patience, patience), idle: func() {
-		usual.CloseIdleConnections()
-		long.CloseIdleConnections()
-	}}
+	b := &Bucket{
+		Config: c, skew: new(atomic.Int64), pause: cmp.Or(o.Pause, pauseUnit), limit: cmp.Or(o.Patience, patience),
+		idle: func() {
+			usual.CloseIdleConnections()
+			long.CloseIdleConnections()
+		},
+	}
 	creds := credentials.New(&providers{all: sources(c.region(), usual)})
 	if b.core, err = b.client(usual, creds, o); err != nil {
 		return nil, err
