@@ -125,6 +125,14 @@ type opening struct {
 	metricsHere bool             // the registry itself answers with them
 }
 
+// lost is closed when another process took the store from this one. It is nil where none can.
+func (p *parts) lost() <-chan struct{} {
+	if s, ok := p.store.(interface{ Lost() <-chan struct{} }); ok {
+		return s.Lost()
+	}
+	return nil
+}
+
 // open fails if another process has the store or the state folder.
 func (o opening) open(ctx context.Context) (*parts, error) {
 	st, err := o.place.open(ctx, func(line string) { o.log.Warn(line) })

@@ -2,12 +2,16 @@ package main
 
 import (
 	"bytes"
+	"fmt"
+	"hash/crc32"
 	"net/url"
 	"os"
 	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
+
+	"github.com/minio/minio-go/v7"
 
 	"github.com/kiln-registry/kiln-registry/api"
 	"github.com/kiln-registry/kiln-registry/identity"
@@ -118,4 +122,26 @@ func TestBucketCertificates(t *testing.T) {
 	s := serve(t, dir, "--store", at+"&ca-file="+url.QueryEscape(ca), "--init")
 	s.push("a", "v1", "1")
 	s.stop()
+}
+
+// A server whose store another process took ends, and says so.
+func TestStoreIsTaken(t *testing.T) {
+	s3 := tests3.Shared(t)
+	store := bucketURL(t, s3, "http://"+s3.Endpoint(), "")
+	u, err := url.Parse(store)
+	if err != nil {
+		t.Fatal(err)
+	}
+	s := serve(t, t.TempDir(), "--store", store, "--init", "--drain-timeout", "1s")
+	claim := []byte(`{"process":"another","host":"elsewhere","pid":1,"pid_space":""}`)
+	claim = fmt.Appendf(claim, "\n%08x\n", crc32.Checksum(claim, crc32.MakeTable(crc32.Castagnoli)))
+	_, err = s3.Client(t).PutObject(t.Context(), u.Host, "store/owner.json", bytes.NewReader(claim), int64(len(claim)),
+		minio.PutObjectOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	err = s.cmd.Wait() // until it says again that it is alive
+	if said := s.log.String(); s.cmd.ProcessState.ExitCode() != 75 || !strings.Contains(said, "another process took it") {
+		t.Errorf("%v: %s", err, said)
+	}
 }

@@ -20,6 +20,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/kiln-registry/kiln-registry/api"
+	"github.com/kiln-registry/kiln-registry/blobstore"
 	"github.com/kiln-registry/kiln-registry/internal/cli"
 	"github.com/kiln-registry/kiln-registry/registry/access"
 )
@@ -214,6 +215,12 @@ func (s *serving) serve(
 	})
 	select {
 	case err = <-failed:
+		cancel(err)
+	case <-p.lost():
+		err = cli.Hint(
+			cli.Exit(cli.CodeTryAgain, fmt.Errorf("%s: %w: another process took it", p.place, blobstore.ErrInUse)),
+			"this one was not heard of for half a minute; see which registry is to serve this store",
+		)
 		cancel(err)
 	case <-ctx.Done():
 		if err = context.Cause(ctx); errors.Is(err, context.Canceled) {
