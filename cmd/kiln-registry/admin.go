@@ -26,6 +26,7 @@ func (h home) ask(ctx context.Context, method, path string) (*http.Response, err
 		return nil, errNoServer
 	}
 	client := &http.Client{Transport: &http.Transport{
+		DisableKeepAlives: true, // nothing else is asked
 		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
 			var d net.Dialer
 			return d.DialContext(ctx, "unix", h.file(socketFile))

@@ -88,18 +88,18 @@ func scriptRequest(ts *testscript.TestScript, neg bool, args []string) {
 	}
 }
 
-// scriptUpkept is "upkept PATTERN": it waits until what the server of ./kiln-data says about its upkeep matches.
+// scriptUpkept is "upkept PATH PATTERN": it waits until what the administration socket of ./kiln-data says matches.
 func scriptUpkept(ts *testscript.TestScript, _ bool, args []string) {
 	p, err := parsePlace("--store", ts.MkAbs("kiln-data"))
 	ts.Check(err)
-	re, err := regexp.Compile(args[0])
+	re, err := regexp.Compile(args[1])
 	ts.Check(err)
 	said := []byte{}
 	for deadline := time.Now().Add(time.Minute); !re.Match(said); {
 		if time.Now().After(deadline) {
 			ts.Fatalf("it still says %s", said)
 		}
-		resp, err := home{place: p, state: p.folder}.ask(context.Background(), http.MethodGet, "/upkeep")
+		resp, err := home{place: p, state: p.folder}.ask(context.Background(), http.MethodGet, args[0])
 		ts.Check(err)
 		said, err = io.ReadAll(resp.Body)
 		ts.Check(err)
