@@ -93,6 +93,7 @@ func (c chaos) kill(ctx context.Context) error {
 		name = "kill-s3"
 	}
 	return c.at(c.store, func(s *rig.Site) error {
+		s.Chores = true
 		r := newKilling(s, c.seed, c.kills, c.limit)
 		err := r.run(ctx)
 		if !errors.Is(err, context.Canceled) {

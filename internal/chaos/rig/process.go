@@ -24,8 +24,9 @@ import (
 
 // Site is where a registry is run: again and again on the same store.
 type Site struct {
-	Dir string // everything of this site
-	Sub string // in which folder of Dir/store the store is; empty: that itself
+	Dir    string // everything of this site
+	Sub    string // in which folder of Dir/store the store is; empty: that itself
+	Chores bool   // the server collects and scrubs by itself, and not only when it is told to
 
 	bin   string // folder of the programs
 	store string // a bucket; empty: a folder
@@ -109,6 +110,9 @@ type Server struct {
 // Start runs a server, whose environment has env besides that of this process.
 func (s *Site) Start(env ...string) (*Server, error) {
 	args := append([]string{"serve", "--addr", "127.0.0.1:0", "--init", "--drain-timeout", "5s"}, s.flags()...)
+	if !s.Chores {
+		args = append(args, "--gc-interval", "0", "--scrub-interval", "0")
+	}
 	v := &Server{
 		cmd: exec.Command(filepath.Join(s.bin, "kiln-registry"), args...),
 		at:  make(chan string, 1), Ended: make(chan struct{}), Log: new(Journal), state: s.State(),
