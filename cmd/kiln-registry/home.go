@@ -126,7 +126,11 @@ func (p place) explain(err error) error {
 		}
 		return cli.Hint(cli.Exit(cli.CodeUsage, err), hint)
 	case errors.Is(err, durable.ErrLocked), errors.Is(err, blobstore.ErrInUse):
-		return cli.Hint(cli.Exit(cli.CodeTryAgain, err), "one process owns a store at a time; stop the other one first")
+		hint := "one process owns a store at a time; stop the other one first"
+		if p.folder == "" {
+			hint += ", or give this command the --state-dir of the server if it is one of this machine"
+		}
+		return cli.Hint(cli.Exit(cli.CodeTryAgain, err), hint)
 	case errors.As(err, &stranger):
 		return cli.Hint(cli.Exit(cli.CodeUnreachable, err), "ca-file=PATH in the URL names the certificates to trust")
 	case errors.Is(err, blobstore.ErrUnavailable):
