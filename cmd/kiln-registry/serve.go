@@ -111,9 +111,8 @@ func (s *serving) run(ctx context.Context, stdout, stderr io.Writer) error {
 	if err := s.prepare(ctx); err != nil {
 		return err
 	}
-	if s.folder == "" && os.Getenv("GOGC") == "" {
-		// The parts of uploads are nearly all that is live, and by default as much garbage may grow beside them.
-		debug.SetGCPercent(25)
+	if os.Getenv("GOGC") == "" {
+		debug.SetGCPercent(s.garbage())
 	}
 	o := opening{home: s.home, gate: gate, idle: s.idle, log: log, readOnly: s.readOnly, immutable: s.immutable}
 	o.lease, o.verify, o.checkLater = s.lease, s.verify, checkLater
@@ -127,6 +126,16 @@ func (s *serving) run(ctx context.Context, stdout, stderr io.Writer) error {
 	}
 	err = s.serve(ctx, p, certificates, stdout, log)
 	return errors.Join(err, p.close())
+}
+
+// garbage is how much may grow beside what is live, in percent. On a disk so little is live that by default each page of a
+// listing costs a collection, and half of its time. To a bucket the parts of uploads are nearly all that is live, and by
+// default as much garbage may grow beside them.
+func (s *serving) garbage() int {
+	if s.folder == "" {
+		return 25
+	}
+	return 200
 }
 
 // check refuses flags that make no sense, and what would open the registry to everybody by mistake.
