@@ -162,7 +162,7 @@ func (s *session) receive(ctx context.Context, r io.Reader) error {
 		if err := ctx.Err(); err != nil {
 			return err
 		}
-		n, rerr := fill(r, piece[:max(1, min(durable.PieceSize, room))])
+		n, rerr := blobstore.Fill(r, piece[:max(1, min(durable.PieceSize, room))])
 		if room -= int64(n); room < 0 {
 			return fmt.Errorf("%w: more than the announced %d bytes", blobstore.ErrSizeMismatch, announced)
 		}
@@ -176,21 +176,6 @@ func (s *session) receive(ctx context.Context, r io.Reader) error {
 		}
 	}
 	return nil
-}
-
-// fill reads until b is full or r has no more. Unlike io.ReadFull it returns r's own error: a request body that ends
-// too early says so with io.ErrUnexpectedEOF.
-func fill(r io.Reader, b []byte) (n int, err error) {
-	for idle := 0; n < len(b) && err == nil; {
-		var m int
-		m, err = r.Read(b[n:])
-		if n += m; m > 0 {
-			idle = 0
-		} else if idle++; idle >= 100 && err == nil {
-			err = io.ErrNoProgress
-		}
-	}
-	return n, err
 }
 
 // write stores b and hashes what was stored of it. After an error the file ends where the hash does.

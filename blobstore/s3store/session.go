@@ -268,7 +268,7 @@ func (s *session) receive(ctx context.Context, r io.Reader) error {
 // atEnd reads on to see that nothing comes after the announced bytes.
 func atEnd(r io.Reader, announced int64) error {
 	var more [1]byte
-	switch n, err := read(r, more[:]); {
+	switch n, err := blobstore.Fill(r, more[:]); {
 	case n > 0:
 		return fmt.Errorf("%w: more than the announced %d bytes", blobstore.ErrSizeMismatch, announced)
 	case err == io.EOF:
@@ -282,23 +282,8 @@ func atEnd(r io.Reader, announced int64) error {
 func (s *session) fill(r io.Reader, room int64) (n int, err error) {
 	want := int(min(pieceSize, room, s.partSize()-int64(len(s.buf))))
 	s.grow(want)
-	n, err = read(r, s.buf[len(s.buf):len(s.buf)+want])
+	n, err = blobstore.Fill(r, s.buf[len(s.buf):len(s.buf)+want])
 	s.buf = s.buf[:len(s.buf)+n]
-	return n, err
-}
-
-// read reads until b is full or r has no more. Unlike io.ReadFull it returns r's own error: a request body that ends
-// too early says so with io.ErrUnexpectedEOF.
-func read(r io.Reader, b []byte) (n int, err error) {
-	for idle := 0; n < len(b) && err == nil; {
-		var m int
-		m, err = r.Read(b[n:])
-		if n += m; m > 0 {
-			idle = 0
-		} else if idle++; idle >= 100 && err == nil {
-			err = io.ErrNoProgress
-		}
-	}
 	return n, err
 }
 
