@@ -128,9 +128,9 @@ func (s *serving) run(ctx context.Context, stdout, stderr io.Writer) error {
 	return errors.Join(err, p.close())
 }
 
-// garbage is how much may grow beside what is live, in percent. On a disk so little is live that by default each page of a
-// listing costs a collection, and half of its time. To a bucket the parts of uploads are nearly all that is live, and by
-// default as much garbage may grow beside them.
+// garbage is how much may grow beside what is live, in percent. On a disk so little is live that by default each page
+// of a listing costs a collection, and half of its time. To a bucket the parts of uploads are nearly all that is live,
+// and by default as much garbage may grow beside them.
 func (s *serving) garbage() int {
 	if s.folder == "" {
 		return 25
