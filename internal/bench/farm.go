@@ -236,24 +236,32 @@ func (b *bench) listings(ctx context.Context, few, many planted) ([]row, error) 
 			"?artifactType=" + url.QueryEscape(api.ArtifactTypeAdapter)},
 		{"artifacts of an aggregate", api.PathArtifacts(baseAggregate)},
 	} {
-		var took [2][]float64
+		times, cpu := newSeries(2), newSeries(2)
 		for round := range b.rounds {
 			err := inTurn(round, 2, func(i int) error {
-				times, err := b.ask(ctx, servers[i].URL+l.path)
-				took[i] = append(took[i], times...)
+				used, err := servers[i].During(func() error {
+					took, err := b.ask(ctx, servers[i].URL+l.path)
+					times[i] = append(times[i], took...)
+					return err
+				})
+				cpu.add(i, used*1e3/queries)
 				return err
 			})
 			if err != nil {
 				return nil, err
 			}
 		}
-		at, spread := median(took[0])
-		then, thenSpread := median(took[1])
+		at, spread := median(times[0])
+		then, thenSpread := median(times[1])
 		rows = append(rows,
-			row{what: fmt.Sprintf("%s, first page, of %d: p50", l.what, few.artifacts), value: at, unit: " ms", notes: spread}.
-				atMost(5),
-			row{what: fmt.Sprintf("the same of %d / of %d", many.artifacts, few.artifacts), value: then / at,
-				notes: fmt.Sprintf("%.2f ms; %s", then, thenSpread)}.atMost(2),
+			row{
+				what: fmt.Sprintf("%s, first page, of %d: p50", l.what, few.artifacts), value: at, unit: " ms",
+				notes: fmt.Sprintf("%s; server CPU %.2f ms", spread, middle(cpu[0])),
+			}.atMost(5),
+			row{
+				what: fmt.Sprintf("the same of %d / of %d", many.artifacts, few.artifacts), value: then / at,
+				notes: fmt.Sprintf("%.2f ms, %s; server CPU %.2f ms", then, thenSpread, middle(cpu[1])),
+			}.atMost(2),
 		)
 	}
 	return rows, nil

@@ -60,7 +60,7 @@ func inTurn(round, contenders int, work func(i int) error) error {
 // series holds what was measured: one slice of rounds for each contender.
 type series [][]float64
 
-func newSeries(contenders []contender) series { return make(series, len(contenders)) }
+func newSeries(contenders int) series { return make(series, contenders) }
 
 func (s series) add(contender int, v float64) { s[contender] = append(s[contender], v) }
 
@@ -98,7 +98,7 @@ func (b *bench) largePushes(ctx context.Context) ([]row, error) {
 	if err != nil || all == nil {
 		return nil, err
 	}
-	whole, chunked, final, memory := newSeries(all), newSeries(all), newSeries(all), newSeries(all)
+	whole, chunked, final, memory := newSeries(len(all)), newSeries(len(all)), newSeries(len(all)), newSeries(len(all))
 	for round := range b.rounds {
 		err := inTurn(round, len(all), func(i int) error {
 			p, err := b.pushLarge(ctx, all[i], uint64(round))
@@ -244,7 +244,7 @@ func (b *bench) stock(ctx context.Context, c contender, held int) (*filling, err
 
 // rates measures, in turns, how many more manifests a second so many pushers put into each repository.
 func (b *bench) rates(ctx context.Context, repositories []*filling, pushers, count int) (pace, error) {
-	p := pace{make(series, len(repositories)), make(series, len(repositories))}
+	p := pace{newSeries(len(repositories)), newSeries(len(repositories))}
 	for round := range 2 * b.rounds {
 		err := inTurn(round, len(repositories), func(i int) error {
 			var took time.Duration
