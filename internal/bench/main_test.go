@@ -2,35 +2,19 @@ package main
 
 import (
 	"bytes"
-	"context"
 	"crypto/sha256"
-	"io"
 	"net/http"
 	"net/http/httptest"
 	"os"
 	"path/filepath"
+	"strings"
 	"testing"
-	"testing/iotest"
 
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/internal/bench/rig"
+	"github.com/kiln-registry/kiln-registry/internal/testregistry"
+	"github.com/kiln-registry/kiln-registry/registry"
 )
-
-// TestStream checks that a stream is the same bytes however it is read, and others for another number.
-func TestStream(t *testing.T) {
-	const size = 3*rig.Piece + 17
-	whole, err := io.ReadAll(rig.Stream(1, size))
-	if err != nil || len(whole) != size {
-		t.Fatalf("%d bytes, %v", len(whole), err)
-	}
-	halved, err := io.ReadAll(iotest.HalfReader(rig.Stream(1, size)))
-	if err != nil || !bytes.Equal(whole, halved) {
-		t.Errorf("small reads give other bytes: %v", err)
-	}
-	if rig.DigestOf(1, size) != identity.Sum(whole) || rig.DigestOf(2, size) == rig.DigestOf(1, size) {
-		t.Error("digestOf does not name the bytes")
-	}
-}
 
 // TestBare checks that the yardstick does the work which it stands for.
 func TestBare(t *testing.T) {
@@ -48,34 +32,65 @@ func TestBare(t *testing.T) {
 	}
 	s := httptest.NewServer(bareHandler(dir))
 	defer s.Close()
-	res, err := rig.NewClient().Do(context.Background(), "GET", s.URL+"/blob", nil, 0, http.StatusOK)
+	res, err := rig.NewClient().Do(t.Context(), "GET", s.URL+"/blob", nil, 0, http.StatusOK)
 	if err != nil || res.ContentLength != int64(len(body)) {
 		t.Errorf("a chunked answer is not sent by sendfile: %+v, %v", res, err)
 	}
 }
 
-// TestDo checks that an unexpected status is an error that carries the answer.
-func TestDo(t *testing.T) {
-	s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		http.Error(w, "full", http.StatusInsufficientStorage)
-	}))
-	defer s.Close()
-	_, err := rig.NewClient().Do(context.Background(), "GET", s.URL, nil, 0, http.StatusOK)
-	if want := "GET " + s.URL + ": 507 Insufficient Storage: full"; err == nil || err.Error() != want {
-		t.Errorf("got %v, want %s", err, want)
+// TestAgainst: a ratio is taken inside a round, and the row is about the peer that does best.
+func TestAgainst(t *testing.T) {
+	all := []contender{{name: "ours"}, {name: "slow"}, {name: "fast"}}
+	s := series{{1, 10, 4}, {4, 20, 8}, {2, 5, 4}}
+	costs := s.against(all, "cost", "%.0f", less)
+	if costs.value != 1 || costs.notes != "0.50 to 2.00; ours 4, slow 8, fast 4" {
+		t.Errorf("cost: %+v", costs)
+	}
+	if rates := s.against(all, "rate", "%.0f", more); rates.value != 0.5 {
+		t.Errorf("rate: %+v", rates)
 	}
 }
 
-func TestAnonymous(t *testing.T) {
-	before := rig.Anonymous(os.Getpid())
-	ballast := make([]byte, 64<<20)
-	for i := 0; i < len(ballast); i += 4096 {
-		ballast[i] = 1
+// TestGrow: what is planted is what the registry makes of the same records when it makes its index anew.
+func TestGrow(t *testing.T) {
+	b := &bench{client: rig.NewClient()}
+	p := planted{t.TempDir(), 40}
+	export := func(use func(r *registry.Registry) error) string {
+		t.Helper()
+		var closers []func()
+		r, err := testregistry.Open(filepath.Join(p.dir, "data"), func(f func()) { closers = append(closers, f) })
+		if err != nil {
+			t.Fatal(err)
+		}
+		var rows strings.Builder
+		if err := use(r); err != nil {
+			t.Fatal(err)
+		}
+		if err := r.Export(t.Context(), &rows); err != nil {
+			t.Fatal(err)
+		}
+		for i := range closers {
+			closers[len(closers)-1-i]()
+		}
+		return rows.String()
 	}
-	if after := rig.Anonymous(os.Getpid()); before <= 0 || after < before+60 {
-		t.Errorf("%.1f MiB, then %.1f after 64 more", before, after)
+	export(func(r *registry.Registry) error {
+		s := httptest.NewServer(r)
+		defer s.Close()
+		if err := b.pushParts(t.Context(), &rig.Server{URL: s.URL}, manifests); err != nil {
+			return err
+		}
+		return b.client.PushManifest(t.Context(), s.URL, manifests, "base", baseManifest)
+	})
+	if err := grow(t.Context(), p); err != nil {
+		t.Fatal(err)
 	}
-	if ballast[0] != 1 {
-		t.Fatal("ballast must outlive the reading")
+	got := export(func(*registry.Registry) error { return nil })
+	want := export(func(r *registry.Registry) error { return r.Reindex(t.Context()) })
+	if n := strings.Count(got, "\n"); n != 2*(p.artifacts+1) {
+		t.Errorf("%d rows", n)
+	}
+	if got != want {
+		t.Errorf("planted:\n%s\nmade anew:\n%s", got, want)
 	}
 }
