@@ -242,7 +242,7 @@ func TestVerifyReads(t *testing.T) {
 	if a := s.want(500, "GET", api.PathBlob("a", small), nil); a.code() != api.CodeInternal {
 		t.Error(a)
 	}
-	resp, err := http.Get(s.url(api.PathBlob("a", bad)))
+	resp, err := wire.Get(s.url(api.PathBlob("a", bad)))
 	if err != nil {
 		t.Fatal(err)
 	}

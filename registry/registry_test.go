@@ -26,6 +26,9 @@ import (
 	"github.com/kiln-registry/kiln-registry/registry/access"
 )
 
+// wire makes the requests of the tests. The default client's connections are closed by every httptest.Server that is.
+var wire = &http.Client{Transport: &http.Transport{}}
+
 // server is a registry on a real store and a real index, behind a real listener.
 type server struct {
 	t     *testing.T
@@ -146,7 +149,7 @@ func (s *server) do(method, path string, body []byte, header ...string) answer {
 
 func (s *server) send(req *http.Request) answer {
 	s.t.Helper()
-	res, err := http.DefaultTransport.RoundTrip(req)
+	res, err := wire.Transport.RoundTrip(req)
 	if err != nil {
 		s.t.Fatalf("%s %s: %v", req.Method, req.URL, err)
 	}
@@ -299,7 +302,7 @@ func TestPanicIsLoggedAndCounted(t *testing.T) {
 		c.Observe = func(did registry.Served) { seen <- did }
 		c.Metrics = http.HandlerFunc(func(http.ResponseWriter, *http.Request) { panic("out of cheese") })
 	})
-	if res, err := http.Get(s.http.URL + api.PathMetrics); err == nil {
+	if res, err := wire.Get(s.http.URL + api.PathMetrics); err == nil {
 		res.Body.Close()
 		t.Error("it was answered:", res)
 	}

@@ -91,7 +91,7 @@ func TestIndexIsRebuilt(t *testing.T) { // IX-04
 	}
 	res.Body.Close()
 	check("reindex of a running registry")
-	res, err = http.Get(admin.URL + "/export")
+	res, err = wire.Get(admin.URL + "/export")
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -267,7 +267,7 @@ func TestIdleClients(t *testing.T) {
 		pw.Close()
 	}()
 	req, _ := http.NewRequest("PATCH", s.url(slow), pr)
-	res, err := http.DefaultTransport.RoundTrip(req)
+	res, err := wire.Transport.RoundTrip(req)
 	if err != nil {
 		t.Fatal(err)
 	}

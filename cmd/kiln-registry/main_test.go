@@ -22,6 +22,9 @@ import (
 	"github.com/kiln-registry/kiln-registry/internal/tests3"
 )
 
+// wire makes the requests of the tests. The default client's connections are closed by every httptest.Server that is.
+var wire = &http.Client{Transport: &http.Transport{}}
+
 // The test binary is also the program: with this variable set it runs main.
 const asProgram = "KILN_TEST_AS_PROGRAM"
 
@@ -126,7 +129,7 @@ func (s *server) start() *server {
 	}
 	s.url = url
 	for deadline := time.Now().Add(10 * time.Second); ; {
-		if res, err := http.Get(url + api.PathReady); err == nil {
+		if res, err := wire.Get(url + api.PathReady); err == nil {
 			res.Body.Close()
 			if res.StatusCode == 200 {
 				return s
@@ -164,7 +167,7 @@ func (s *server) do(status int, method, path string, body []byte, header ...stri
 	for i := 0; i < len(header); i += 2 {
 		req.Header.Set(header[i], header[i+1])
 	}
-	res, err := http.DefaultClient.Do(req)
+	res, err := wire.Do(req)
 	if err != nil {
 		s.t.Fatal(err)
 	}
@@ -433,7 +436,7 @@ func TestGracefulStop(t *testing.T) {
 	body := bytes.Repeat([]byte("x"), 24<<20)
 	d := identity.Sum(body)
 	s.do(201, "POST", api.PathUploads("a")+"?digest="+d.String(), body)
-	pull, err := http.Get(s.url + api.PathBlob("a", d))
+	pull, err := wire.Get(s.url + api.PathBlob("a", d))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -452,7 +455,7 @@ func TestGracefulStop(t *testing.T) {
 			pushed <- err
 			return
 		}
-		res, err := http.DefaultClient.Do(req)
+		res, err := wire.Do(req)
 		if err == nil && res.StatusCode != 201 {
 			err = fmt.Errorf("status %d", res.StatusCode)
 		}
@@ -467,7 +470,7 @@ func TestGracefulStop(t *testing.T) {
 	s.cmd.Process.Signal(syscall.SIGTERM)
 	go func() { ended <- s.cmd.Wait() }()
 	for deadline := time.Now().Add(10 * time.Second); time.Now().Before(deadline); { // no new requests
-		res, err := http.Get(s.url + api.PathReady)
+		res, err := wire.Get(s.url + api.PathReady)
 		if err != nil {
 			break
 		}

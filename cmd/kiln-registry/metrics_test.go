@@ -3,7 +3,6 @@ package main
 import (
 	"io"
 	"net"
-	"net/http"
 	"os"
 	"strings"
 	"testing"
@@ -41,7 +40,7 @@ func TestMetricsAreServedWhereAsked(t *testing.T) {
 		t.Fatalf("%q, %v", line, err)
 	}
 	for path, status := range map[string]int{"": 200, "/../v2/": 404} {
-		res, err := http.Get(url + path)
+		res, err := wire.Get(url + path)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -52,7 +51,7 @@ func TestMetricsAreServedWhereAsked(t *testing.T) {
 		}
 	}
 	s.stop()
-	if _, err := http.Get(url); err == nil {
+	if _, err := wire.Get(url); err == nil {
 		t.Error("the metrics outlive the server")
 	}
 }

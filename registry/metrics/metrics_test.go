@@ -29,6 +29,9 @@ import (
 	"github.com/kiln-registry/kiln-registry/registry/upkeep"
 )
 
+// wire makes the requests of the tests. The default client's connections are closed by every httptest.Server that is.
+var wire = &http.Client{Transport: &http.Transport{}}
+
 // server is a registry with metrics, on a real store and a real index, behind a real listener.
 type server struct {
 	t   *testing.T
@@ -81,7 +84,7 @@ func (s *server) do(method, path string, body []byte, header ...string) (*http.R
 	for i := 0; i < len(header); i += 2 {
 		req.Header.Set(header[i], header[i+1])
 	}
-	res, err := http.DefaultClient.Do(req)
+	res, err := wire.Do(req)
 	if err != nil {
 		s.t.Fatal(err)
 	}

@@ -25,6 +25,9 @@ import (
 	"github.com/kiln-registry/kiln-registry/registry/upkeep"
 )
 
+// wire makes the requests of the tests. The default client's connections are closed by every httptest.Server that is.
+var wire = &http.Client{Transport: &http.Transport{}}
+
 // rig is a registry on a real store and a real index, behind a real listener.
 type rig struct {
 	t      *testing.T
@@ -148,7 +151,7 @@ func (r *rig) ask(status int, method, path string, body []byte, header ...string
 	for i := 0; i < len(header); i += 2 {
 		req.Header.Set(header[i], header[i+1])
 	}
-	resp, err := http.DefaultTransport.RoundTrip(req)
+	resp, err := wire.Transport.RoundTrip(req)
 	if err != nil {
 		r.t.Fatal(err)
 	}
