@@ -216,7 +216,7 @@ func (b *bench) manifestRates(ctx context.Context) ([]row, error) {
 		series{one.rate[n], one.rate[0]}.against([]contender{{name: fmt.Sprint(b.pushes)}, {name: fmt.Sprint(few)}},
 			fmt.Sprintf("one pusher on top of %d / on top of %d", b.pushes, few), "%.0f", more).atLeast(1 / 1.15),
 		crowd.against(all, onTop(b.pushes)+many+" / best peer's one", "%.0f", more).atLeast(5),
-		together.rate.against(all, onTop(b.pushes)+many+" / best peer's "+many, "%.0f", more),
+		together.rate.against(all, onTop(b.pushes)+many+" / best peer's "+many, "%.0f", more).atLeast(5),
 		one.cpu[n:].against(all, "server CPU a manifest: one pusher / best peer's", "%.2f ms", less),
 		together.cpu.against(all, "server CPU a manifest: "+many+" / best peer's", "%.2f ms", less),
 	}, nil
