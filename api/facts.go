@@ -1,0 +1,129 @@
+package api
+
+import (
+	"time"
+
+	"github.com/kiln-registry/kiln-registry/identity"
+)
+
+// Facts are what the documents inside an artifact say about it, read when its manifest was pushed. The registry checked
+// the documents against each other and against the bytes of the files that they name; beyond that they are claims of
+// whoever wrote them. Names are labels, never identities. A member that the artifact does not record is absent.
+type Facts struct {
+	Name    string `json:"name,omitempty"`   // what the artifact calls itself: of an adapter, checkpoint or receipt the adapter's name, of an eval its job id
+	Legacy  bool   `json:"legacy,omitempty"` // a Kiln record without a full shard manifest of its base: kept as an archive only
+	Source  string `json:"source,omitempty"` // file and JSON path of the strongest claim about the base
+	Created string `json:"recorded_at,omitempty"`
+
+	Adapter    *AdapterFacts    `json:"adapter,omitempty"`
+	Checkpoint *CheckpointFacts `json:"checkpoint,omitempty"`
+	Receipt    *ReceiptFacts    `json:"receipt,omitempty"`
+	Eval       *EvalFacts       `json:"eval,omitempty"`
+	Statement  *StatementFacts  `json:"statement,omitempty"`
+
+	// Identities are the other things that the result depends on and that a base's shards do not prove, as text, by the
+	// names below.
+	Identities map[string]string `json:"identities,omitempty"`
+}
+
+// The names of Facts.Identities.
+const (
+	IdentityModelConfig      = "model_config"
+	IdentityTokenizer        = "tokenizer"
+	IdentityTokenizerConfig  = "tokenizer_config"
+	IdentityChatTemplate     = "chat_template"
+	IdentityTrainingTemplate = "training_chat_template"
+	IdentityProvenance       = "execution_provenance"
+	IdentityTrainingData     = "training_data"
+	IdentityPrecision        = "training_precision"
+)
+
+// AdapterFacts are those of an adapter_manifest.json or, where there is none, of an adapter_config.json.
+type AdapterFacts struct {
+	Weights  identity.Digest `json:"weights_sha256,omitzero"` // of adapter_model.safetensors
+	Config   identity.Digest `json:"config_sha256,omitzero"`
+	Receipt  identity.Digest `json:"receipt_sha256,omitzero"`
+	Parent   string          `json:"parent_adapter,omitempty"` // name or path of the adapter that training began from
+	BaseText string          `json:"base_model_name_or_path,omitempty"`
+	Rank     int             `json:"rank,omitempty"`
+	Stated   bool            `json:"kiln_manifest,omitempty"` // it has an adapter_manifest.json
+}
+
+// CheckpointFacts are those of a checkpoint_manifest.json.
+type CheckpointFacts struct {
+	ID           string          `json:"checkpoint_id"`
+	TrainingKind string          `json:"training_kind"`
+	Step         uint64          `json:"global_step"`
+	Steps        uint64          `json:"total_steps"`
+	Weights      identity.Digest `json:"adapter_parameters_sha256,omitzero"`
+}
+
+// ReceiptFacts are those of a train_receipt.json.
+type ReceiptFacts struct {
+	Status string          `json:"status"` // success or failed
+	Mode   string          `json:"mode,omitempty"`
+	Output identity.Digest `json:"output_weights_sha256,omitzero"` // of the adapter that came out
+	Start  identity.Digest `json:"base_weights_sha256,omitzero"`   // of the adapter that training began from
+}
+
+// EvalFacts are those of an eval archive, an eval result or the rows of an export.
+type EvalFacts struct {
+	State    string    `json:"state,omitempty"`
+	Adapters []string  `json:"adapters,omitempty"` // names; empty text: the base alone
+	Runs     []EvalRun `json:"runs,omitempty"`
+	Omitted  int       `json:"runs_omitted,omitempty"` // runs beyond the 64 that are kept
+}
+
+// EvalRun is one suite on one model.
+type EvalRun struct {
+	Suite          string    `json:"suite"`
+	SuiteHash      string    `json:"suite_hash,omitempty"`
+	Adapter        string    `json:"adapter,omitempty"` // name; empty: the base alone
+	AdapterContent string    `json:"adapter_content_sha256,omitempty"`
+	Examples       int       `json:"examples"`
+	Passed         int       `json:"passed"`
+	Accuracy       *float64  `json:"accuracy,omitempty"` // absent: no example was judged
+	Low            *float64  `json:"accuracy_low,omitempty"`
+	High           *float64  `json:"accuracy_high,omitempty"` // Wilson score interval, 95 %
+	Seed           string    `json:"seed,omitempty"`
+	Finished       time.Time `json:"finished_at,omitzero"`
+}
+
+// StatementFacts are those of a statement that someone made about other content.
+type StatementFacts struct {
+	Type   string             `json:"type"`            // bind or derived-from
+	Target identity.Digest    `json:"target,omitzero"` // the manifest that a bind is about
+	Base   identity.Aggregate `json:"base,omitzero"`   // of a bind: the base that it is bound to
+	From   identity.Aggregate `json:"from,omitzero"`   // of derived-from: the source
+	To     identity.Aggregate `json:"to,omitzero"`     // of derived-from: what was made of it
+	How    string             `json:"how,omitempty"`   // quantize, merge or finetune
+	Reason string             `json:"reason,omitempty"`
+	By     string             `json:"by,omitempty"` // who says so, as they call themselves
+}
+
+// Link is one edge of a lineage.
+type Link struct {
+	Relation string          `json:"relation"`           // one of the relations below
+	Weak     bool            `json:"weak,omitempty"`     // by name only: another artifact may be meant
+	Name     string          `json:"name,omitempty"`     // the name, where the link is one by name
+	Digest   identity.Digest `json:"digest,omitzero"`    // the content that is named, where the link is one by content
+	Artifact *Artifact       `json:"artifact,omitempty"` // absent: not held here, as far as the caller may see
+}
+
+// The relations of a lineage, from the one that names to the one that is named.
+const (
+	RelationParent    = "parent_adapter" // adapter or receipt -> the adapter that training began from
+	RelationReceipt   = "receipt"        // adapter -> its receipt
+	RelationOutput    = "output"         // receipt -> the adapter that came out
+	RelationAdapter   = "adapter"        // checkpoint or eval -> the adapter
+	RelationStatement = "statement"      // statement -> what it is about
+	RelationDerived   = "derived_from"   // base -> base
+)
+
+// Lineage is the answer of GET /v1/artifacts/{digest}/lineage.
+type Lineage struct {
+	Artifact Artifact `json:"artifact"`
+	Parents  []Link   `json:"parents"`        // what it names
+	Children []Link   `json:"children"`       // what names it
+	Next     string   `json:"next,omitempty"` // of Children
+}
