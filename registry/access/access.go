@@ -68,6 +68,26 @@ func (c Caller) MayAnywhere(a Action) bool {
 // Sees says whether the caller may pull from the repository: the filter of every listing.
 func (c Caller) Sees(repo string) bool { return c.May(Pull, repo) }
 
+// Next returns a name of a repository, not before repo in byte order, such that the caller sees no repository between
+// the two. found is false if the caller sees none from repo on. A walk in that order thus goes past what it must not
+// show by one step for each glob of the caller's rules, however many repositories there are.
+func (c Caller) Next(repo string) (next string, found bool) {
+	if c.all {
+		return repo, true
+	}
+	for _, r := range c.rules {
+		if !r.has(Pull) {
+			continue
+		}
+		for _, g := range r.repos {
+			if at, ok := g.next(repo); ok && (!found || at < next) {
+				next, found = at, true
+			}
+		}
+	}
+	return next, found
+}
+
 // Check returns nil if the caller may do that in the repository, ErrUnauthorized for an anonymous caller who may not,
 // and ErrDenied for any other. The answer does not depend on whether the repository exists.
 func (c Caller) Check(a Action, repo string) error {

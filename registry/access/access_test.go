@@ -9,6 +9,7 @@ import (
 	"path/filepath"
 	"reflect"
 	"slices"
+
 	"strings"
 	"testing"
 	"time"
@@ -277,5 +278,62 @@ func TestFileIsFollowed(t *testing.T) {
 	replace(text("[pull]"), time.Hour)
 	if may(Push) || !may(Pull) {
 		t.Fatal("the next valid file was not read")
+	}
+}
+
+// TestNext walks names in byte order, as a listing does, and compares what it meets with what Sees says of each name.
+func TestNext(t *testing.T) {
+	var names []string
+	for _, a := range []string{"a", "aa", "b", "team", "team-x", "zoo"} {
+		for _, b := range []string{"", "/a", "/b", "/b/c", "/bb", "/x-dev", "/y-dev/z"} {
+			names = append(names, a+b)
+		}
+	}
+	slices.Sort(names)
+	for _, globs := range [][]string{
+		{"a"}, {"**"}, {"*"}, {"team/**"}, {"team/*"}, {"team*/b"}, {"team/b/c", "b/a"}, {"*/b"}, {"zoo/*-dev", "a/**"},
+		{"team/b*", "team/b", "aa"}, {"nothing", "zzz/**"},
+	} {
+		rules, err := compileRules([]Rule{
+			{Repositories: globs, Actions: []Action{Pull}},
+			{Repositories: []string{"**"}, Actions: []Action{Push}},
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		c := Caller{rules: rules}
+		var want, got []string
+		for _, n := range names {
+			if c.Sees(n) {
+				want = append(want, n)
+			}
+		}
+		steps, at := 0, ""
+		for ; ; steps++ {
+			next, found := c.Next(at)
+			i, _ := slices.BinarySearch(names, next)
+			if !found || i == len(names) {
+				break
+			}
+			if next < at {
+				t.Fatalf("%q: Next(%q) went back to %q", globs, at, next)
+			}
+			if c.Sees(names[i]) {
+				got = append(got, names[i])
+			}
+			at = names[i] + "\x00"
+		}
+		if !slices.Equal(got, want) {
+			t.Errorf("%q: met %q, want %q", globs, got, want)
+		}
+		if exact := !strings.Contains(strings.Join(globs, ""), "*"); exact && steps > len(globs) {
+			t.Errorf("%q: %d steps", globs, steps)
+		}
+	}
+	if _, found := (Caller{}).Next(""); found {
+		t.Error("the zero caller sees something")
+	}
+	if next, found := Everyone().Next("x"); !found || next != "x" {
+		t.Error("Everyone does not see x")
 	}
 }

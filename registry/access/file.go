@@ -83,13 +83,13 @@ type token struct {
 
 type rule struct {
 	actions []Action
-	repos   []*regexp.Regexp
+	repos   []glob
 }
 
 func (r rule) has(a Action) bool { return slices.Contains(r.actions, a) }
 
 func (r rule) allows(a Action, repo string) bool {
-	return r.has(a) && slices.ContainsFunc(r.repos, func(re *regexp.Regexp) bool { return re.MatchString(repo) })
+	return r.has(a) && slices.ContainsFunc(r.repos, func(g glob) bool { return g.MatchString(repo) })
 }
 
 func (f File) compile() (*ruleset, error) {
@@ -147,11 +147,11 @@ func compileRules(in []Rule) ([]rule, error) {
 			}
 		}
 		for _, g := range r.Repositories {
-			re, err := compileGlob(g)
+			compiled, err := compileGlob(g)
 			if err != nil {
 				return nil, fmt.Errorf("rule %d: %w", i+1, err)
 			}
-			c.repos = append(c.repos, re)
+			c.repos = append(c.repos, compiled)
 		}
 		out = append(out, c)
 	}
@@ -160,14 +160,32 @@ func compileRules(in []Rule) ([]rule, error) {
 
 var globComponent = regexp.MustCompile(`^[a-z0-9._*-]+$`)
 
-func compileGlob(g string) (*regexp.Regexp, error) {
+// glob matches names of repositories.
+type glob struct {
+	*regexp.Regexp
+	start string // of every name that matches
+	exact bool   // start is the only name that matches
+}
+
+// next returns the first name in byte order, not before repo, that may match.
+func (g glob) next(repo string) (first string, found bool) {
+	switch {
+	case g.start >= repo:
+		return g.start, true
+	case !g.exact && strings.HasPrefix(repo, g.start):
+		return repo, true
+	}
+	return "", false
+}
+
+func compileGlob(g string) (glob, error) {
 	var parts []string
 	for _, c := range strings.Split(g, "/") {
 		switch {
 		case c == "**":
 			parts = append(parts, `[^/]+(?:/[^/]+)*`)
 		case !globComponent.MatchString(c), strings.Contains(c, "**"):
-			return nil, fmt.Errorf(
+			return glob{}, fmt.Errorf(
 				"repository glob %q: component %q; want lowercase letters, digits, . _ - and *, or ** alone",
 				g,
 				c,
@@ -176,5 +194,7 @@ func compileGlob(g string) (*regexp.Regexp, error) {
 			parts = append(parts, strings.ReplaceAll(regexp.QuoteMeta(c), `\*`, `[^/]*`))
 		}
 	}
-	return regexp.Compile(`^` + strings.Join(parts, "/") + `$`)
+	re, err := regexp.Compile(`^` + strings.Join(parts, "/") + `$`)
+	start, _, wild := strings.Cut(g, "*")
+	return glob{re, start, !wild}, err
 }

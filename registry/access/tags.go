@@ -10,7 +10,10 @@ import (
 // stands for any characters. The zero TagPatterns choose none. It is safe for concurrent use.
 type TagPatterns struct{ patterns []tagPattern }
 
-type tagPattern struct{ repo, tag *regexp.Regexp }
+type tagPattern struct {
+	repo glob
+	tag  *regexp.Regexp
+}
 
 var tagGlob = regexp.MustCompile(`^[A-Za-z0-9._*-]{1,128}$`)
 
@@ -53,17 +56,17 @@ func (t TagPatterns) MatchRepo(repo string) bool {
 }
 
 // Repositories are globs of repository names, as in a Rule.
-type Repositories struct{ globs []*regexp.Regexp }
+type Repositories struct{ globs []glob }
 
 // ParseRepositories reads globs. Its errors say which one is wrong, and what is allowed.
 func ParseRepositories(globs []string) (Repositories, error) {
 	var out Repositories
 	for _, g := range globs {
-		re, err := compileGlob(g)
+		compiled, err := compileGlob(g)
 		if err != nil {
 			return Repositories{}, err
 		}
-		out.globs = append(out.globs, re)
+		out.globs = append(out.globs, compiled)
 	}
 	return out, nil
 }
