@@ -7,6 +7,8 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/kiln-registry/kiln-registry/cmd/kiln-registry/internal/admin"
+	"github.com/kiln-registry/kiln-registry/cmd/kiln-registry/internal/server"
 	"github.com/kiln-registry/kiln-registry/internal/cli"
 )
 
@@ -19,7 +21,8 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 		Version: cli.Version(),
 		Args:    cobra.NoArgs,
 	}
-	root.AddCommand(serveCommand(stderr), tokenCommand(), exportCommand(stderr), reindexCommand(stderr), copyCommand(stderr),
-		retainCommand(stderr), gcCommand(stderr), scrubCommand(stderr), cli.VersionCommand())
+	root.AddCommand(server.Command(stderr))
+	root.AddCommand(admin.Commands(stderr)...)
+	root.AddCommand(cli.VersionCommand())
 	return cli.Execute(ctx, root, args, stdout, stderr)
 }

@@ -2,9 +2,7 @@ package main
 
 import (
 	"bytes"
-	"context"
 	"errors"
-	"fmt"
 	"net"
 	"os"
 	"os/exec"
@@ -14,7 +12,7 @@ import (
 	"testing"
 
 	"github.com/kiln-registry/kiln-registry/api"
-	"github.com/kiln-registry/kiln-registry/blobstore"
+	"github.com/kiln-registry/kiln-registry/cmd/kiln-registry/internal/home"
 	"github.com/kiln-registry/kiln-registry/internal/cli"
 )
 
@@ -80,16 +78,6 @@ func TestAddressesThatAreNoUse(t *testing.T) {
 	refused(t, 2, []string{"this machine"}, dir, "serve", "--addr", "192.0.2.1:0", "--insecure-open")
 }
 
-func TestShownAddress(t *testing.T) {
-	wild := &net.TCPAddr{IP: net.IPv6zero, Port: 5000}
-	for given, want := range map[string]string{"0.0.0.0:0": "0.0.0.0:5000", "localhost:5000": "localhost:5000",
-		"[::1]:0": "[::1]:5000", ":5000": "[::]:5000"} {
-		if got := shown(given, wild); got != want {
-			t.Errorf("%s: got %s, want %s", given, got, want)
-		}
-	}
-}
-
 func TestServeFlags(t *testing.T) {
 	dir := t.TempDir()
 	for _, args := range [][]string{{"--idle-timeout", "0"}, {"--idle-timeout", "-1s"}, {"--drain-timeout", "-1s"},
@@ -116,7 +104,7 @@ func TestServeFlags(t *testing.T) {
 func TestSocketOfAnotherUser(t *testing.T) {
 	dir := t.TempDir()
 	s := serve(t, dir)
-	store := filepath.Join(dir, defaultStore)
+	store := filepath.Join(dir, home.DefaultStore)
 	cmd := program(t.Context(), "", "export", "--store", store)
 	if os.Geteuid() == 0 {
 		for _, path := range []string{store, dir, filepath.Dir(dir)} { // so that it is the socket that is closed
@@ -126,7 +114,7 @@ func TestSocketOfAnotherUser(t *testing.T) {
 		}
 		cmd.Path = "/proc/self/exe" // the folder of the test binary is closed to others
 		cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: 65534, Gid: 65534}}
-	} else if err := os.Chmod(filepath.Join(store, socketFile), 0); err != nil {
+	} else if err := os.Chmod(filepath.Join(store, home.SocketFile), 0); err != nil {
 		t.Fatal(err)
 	}
 	var stderr bytes.Buffer
@@ -147,7 +135,7 @@ func TestReplayFails(t *testing.T) {
 	dir := t.TempDir()
 	s := serve(t, dir)
 	s.push("a", "v1", "1")
-	log := filepath.Join(dir, defaultStore, "refs.log")
+	log := filepath.Join(dir, home.DefaultStore, "refs.log")
 	before, err := os.ReadFile(log)
 	if err != nil {
 		t.Fatal(err)
@@ -169,29 +157,6 @@ func TestReplayFails(t *testing.T) {
 	s.do(200, "GET", api.PathManifest("a", "v1"), nil)
 	s.do(404, "GET", api.PathManifest("a", "v2"), nil)
 	s.stop()
-}
-
-func TestNotReplayed(t *testing.T) {
-	at := home{place: place{name: "d", folder: "d"}, state: "d"}
-	for _, c := range []struct {
-		err  error
-		hint string
-	}{
-		{api.Errorf(api.CodeUnavailable, "x"), "reindex"},
-		{&net.OpError{Op: "dial", Err: syscall.ECONNREFUSED}, "reindex"},
-		{fmt.Errorf("read: %w", syscall.EIO), "check the disk"},
-		{fmt.Errorf("x: %w", blobstore.ErrNoSpace), "free some space"},
-		{blobstore.ErrDamaged, "backup"},
-	} {
-		var out bytes.Buffer
-		if code := cli.Report(&out, at.notReplayed(c.err)); code != cli.CodeDisk ||
-			!strings.Contains(out.String(), c.hint) || strings.Contains(out.String(), "address") {
-			t.Errorf("%v: %d: %s", c.err, code, &out)
-		}
-	}
-	if err := at.notReplayed(context.Canceled); cli.Code(err) != cli.CodeTryAgain {
-		t.Error(err)
-	}
 }
 
 // A folder that is there already keeps its mode; one that is made is closed to others.

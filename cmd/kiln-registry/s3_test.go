@@ -14,6 +14,7 @@ import (
 	"github.com/minio/minio-go/v7"
 
 	"github.com/kiln-registry/kiln-registry/api"
+	"github.com/kiln-registry/kiln-registry/cmd/kiln-registry/internal/home"
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/internal/tests3"
 )
@@ -39,7 +40,7 @@ func TestCopyIsKilled(t *testing.T) {
 	s.stop()
 	gate := tests3.NewGate()
 	stall := proxy.On(tests3.Nth(8, tests3.Is(tests3.UploadPart)), tests3.Stall(gate))
-	cmd := program(t.Context(), dir, "copy-store", defaultStore, dst, "--init")
+	cmd := program(t.Context(), dir, "copy-store", home.DefaultStore, dst, "--init")
 	var said bytes.Buffer
 	cmd.Stdout, cmd.Stderr = &said, &said
 	if err := cmd.Start(); err != nil {
@@ -53,7 +54,7 @@ func TestCopyIsKilled(t *testing.T) {
 	cmd.Wait()
 	stall.Off()
 	before := proxy.Count(tests3.UploadPart)
-	code, out, stderr := runs(t, dir, "copy-store", defaultStore, dst)
+	code, out, stderr := runs(t, dir, "copy-store", home.DefaultStore, dst)
 	after := proxy.Count(tests3.UploadPart)
 	if code != 0 || !strings.Contains(out, "holds all of") || after == before || after-before > 6 {
 		t.Fatalf("%d: %s%s%s; %d parts before, %d after", code, &said, out, stderr, before, after)

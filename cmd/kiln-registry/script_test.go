@@ -17,6 +17,7 @@ import (
 	"github.com/rogpeppe/go-internal/testscript"
 
 	"github.com/kiln-registry/kiln-registry/api"
+	"github.com/kiln-registry/kiln-registry/cmd/kiln-registry/internal/home"
 	"github.com/kiln-registry/kiln-registry/internal/testregistry"
 	"github.com/kiln-registry/kiln-registry/internal/tests3"
 )
@@ -33,7 +34,7 @@ func TestScripts(t *testing.T) {
 			"upkept": scriptUpkept,
 		},
 		Setup: func(e *testscript.Env) error {
-			e.Values[serverKey{}] = new(*server)
+			e.Values[serverKey{}] = new(*process)
 			e.Setenv("S3", "s3://"+bucket+"/"+filepath.Base(e.WorkDir))
 			e.Setenv("AT", "?endpoint=http://"+s3.Endpoint()+"&region="+s3.Region)
 			e.Setenv("AWS_ACCESS_KEY_ID", s3.AccessKey)
@@ -53,7 +54,7 @@ func (scriptTest) Helper()             {}
 func (s scriptTest) Fatal(args ...any) { s.Fatalf("%s", fmt.Sprint(args...)) }
 func (s scriptTest) Cleanup(f func())  { s.Defer(f) }
 
-func running(ts *testscript.TestScript) *server { return *ts.Value(serverKey{}).(**server) }
+func running(ts *testscript.TestScript) *process { return *ts.Value(serverKey{}).(**process) }
 
 // scriptServe is "serve ARG...": it starts a server, which takes the place of an earlier one.
 func scriptServe(ts *testscript.TestScript, _ bool, args []string) {
@@ -64,8 +65,8 @@ func scriptServe(ts *testscript.TestScript, _ bool, args []string) {
 	} {
 		cmd.Env = append(cmd.Env, name+"="+ts.Getenv(name))
 	}
-	s := &server{t: scriptTest{ts}, cmd: cmd, log: new(bytes.Buffer)}
-	*ts.Value(serverKey{}).(**server) = s.start()
+	s := &process{t: scriptTest{ts}, cmd: cmd, log: new(bytes.Buffer)}
+	*ts.Value(serverKey{}).(**process) = s.start()
 }
 
 // scriptHalt is "halt": SIGTERM.
@@ -90,7 +91,7 @@ func scriptRequest(ts *testscript.TestScript, neg bool, args []string) {
 
 // scriptUpkept is "upkept PATH PATTERN": it waits until what the administration socket of ./kiln-data says matches.
 func scriptUpkept(ts *testscript.TestScript, _ bool, args []string) {
-	p, err := parsePlace("--store", ts.MkAbs("kiln-data"))
+	p, err := home.ParsePlace("--store", ts.MkAbs("kiln-data"))
 	ts.Check(err)
 	re, err := regexp.Compile(args[1])
 	ts.Check(err)
@@ -99,7 +100,7 @@ func scriptUpkept(ts *testscript.TestScript, _ bool, args []string) {
 		if time.Now().After(deadline) {
 			ts.Fatalf("it still says %s", said)
 		}
-		resp, err := home{place: p, state: p.folder}.ask(context.Background(), http.MethodGet, args[0])
+		resp, err := home.Home{Place: p, State: p.Folder}.Ask(context.Background(), http.MethodGet, args[0])
 		ts.Check(err)
 		said, err = io.ReadAll(resp.Body)
 		ts.Check(err)

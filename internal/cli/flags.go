@@ -100,6 +100,14 @@ func Bytes(n int64) string {
 	return fmt.Sprintf("%.3g %cB", v, units[i])
 }
 
+// Count writes a number of things of a kind, as 1 blob or 3 blobs.
+func Count(n int, what string) string {
+	if n == 1 {
+		return "1 " + what
+	}
+	return fmt.Sprintf("%d %ss", n, what)
+}
+
 // Warn writes one "warning:" line.
 func Warn(stderr io.Writer, format string, args ...any) {
 	fmt.Fprintf(stderr, "warning: %s\n", client.Line(fmt.Sprintf(format, args...)))

@@ -1,6 +1,6 @@
 //go:build chaos
 
-package main
+package home
 
 import (
 	"context"
@@ -46,7 +46,7 @@ func breakable(kv index.KV) index.KV { return breakableKV{kv} }
 type breakableKV struct{ index.KV }
 
 func (b breakableKV) Update(ctx context.Context, fn func(index.Txn) error) error {
-	return durable.FaultAll(opCommit, indexFile, func() error { return b.KV.Update(ctx, fn) })
+	return durable.FaultAll(opCommit, IndexFile, func() error { return b.KV.Update(ctx, fn) })
 }
 
 // fault says what becomes of a durable change.

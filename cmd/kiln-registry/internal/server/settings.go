@@ -1,4 +1,4 @@
-package main
+package server
 
 import (
 	"errors"
@@ -7,6 +7,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/kiln-registry/kiln-registry/cmd/kiln-registry/internal/home"
 	"github.com/kiln-registry/kiln-registry/internal/cli"
 	"github.com/kiln-registry/kiln-registry/internal/cli/settings"
 	"github.com/kiln-registry/kiln-registry/registry/access"
@@ -32,14 +33,14 @@ func (s *serving) start(cmd *cobra.Command, stderr io.Writer) error {
 		return err
 	}
 	if s.print {
-		if _, err := parsePlace("--store", s.at); err != nil {
+		if _, err := home.ParsePlace("--store", s.At); err != nil {
 			return set.Blame(err) // what is printed would have a secret in it that was put where none belongs
 		}
 		err := set.Write(cmd.OutOrStdout())
 		_, bad := s.logging.open(stderr)
 		return set.Blame(errors.Join(err, bad, s.check()))
 	}
-	s.given, s.strays = set.Given("store"), set.Strays(os.Environ())
+	s.Given, s.strays = set.Given("store"), set.Strays(os.Environ())
 	return set.Blame(s.run(cmd.Context(), cmd.OutOrStdout(), stderr))
 }
 

@@ -1,4 +1,4 @@
-package main
+package admin
 
 import (
 	"context"
@@ -12,6 +12,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/kiln-registry/kiln-registry/api"
+	"github.com/kiln-registry/kiln-registry/cmd/kiln-registry/internal/home"
 	"github.com/kiln-registry/kiln-registry/internal/cli"
 	"github.com/kiln-registry/kiln-registry/registry"
 	"github.com/kiln-registry/kiln-registry/registry/access"
@@ -19,7 +20,7 @@ import (
 
 // retaining is what retain was asked for.
 type retaining struct {
-	store
+	home.Flags
 	registry.Retention
 	kind string
 	yes  bool
@@ -44,7 +45,7 @@ Without --yes it only says what would go. The bytes are given back by the next c
 			return r.run(cmd.Context(), cmd.OutOrStdout(), stderr)
 		},
 	}
-	r.store.bind(cmd)
+	r.Flags.Bind(cmd)
 	f := cmd.Flags()
 	f.StringSliceVar(&r.Repos, "repo", nil, "repository or glob, as team/**; may be repeated (needed)")
 	f.IntVar(&r.Keep, "keep", 0, "how many of the newest stay in any case (needed)")
@@ -76,25 +77,22 @@ func (r *retaining) check() error {
 		return cli.Usagef("--dry-run and --yes don't go together")
 	}
 	r.DryRun = !r.yes
-	return r.store.check()
+	return r.Flags.Check()
 }
 
 // run has the server do it, or does it where none runs.
 func (r *retaining) run(ctx context.Context, stdout, stderr io.Writer) error {
 	show := retainShow{json: r.json, kind: r.kind, out: stdout, notes: stderr}
-	resp, err := r.ask(ctx, http.MethodPost, "/retain?"+r.Query().Encode())
+	resp, err := r.Ask(ctx, http.MethodPost, "/retain?"+r.Query().Encode())
 	switch {
 	case err == nil:
 		defer resp.Body.Close()
 		return show.answer(resp.Body)
-	case !errors.Is(err, errNoServer):
+	case !errors.Is(err, home.ErrNoServer):
 		return err
 	}
-	return r.withParts(ctx, false, stderr, func(p *parts) error {
-		if err := p.reg.Replay(ctx); err != nil {
-			return r.notReplayed(err)
-		}
-		did, err := p.reg.Retain(ctx, access.Everyone(), r.Retention, func(row registry.Retired) error {
+	return r.WithParts(ctx, false, stderr, func(p *home.Parts) error {
+		did, err := p.Registry.Retain(ctx, access.Everyone(), r.Retention, func(row registry.Retired) error {
 			return show.event(registry.RetentionEvent{Retired: &row})
 		})
 		return errors.Join(err, show.event(registry.RetentionEvent{Retained: &did}))
@@ -141,7 +139,7 @@ func (s retainShow) event(e registry.RetentionEvent) (err error) {
 			end = "would go; --yes deletes them"
 		}
 		_, err = fmt.Fprintf(s.notes, "%s found: %d among the newest, %d that something refers to; %d (%s of blobs) %s\n",
-			count(d.Found, s.kind), d.Newest, d.Referred, d.Retired, cli.Bytes(d.Bytes), end)
+			cli.Count(d.Found, s.kind), d.Newest, d.Referred, d.Retired, cli.Bytes(d.Bytes), end)
 	}
 	return err
 }

@@ -1,6 +1,6 @@
 //go:build !chaos
 
-package main
+package home
 
 import "github.com/kiln-registry/kiln-registry/index"
 

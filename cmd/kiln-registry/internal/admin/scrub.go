@@ -1,18 +1,17 @@
-package main
+package admin
 
 import (
 	"context"
 	"encoding/json"
 	"fmt"
 	"io"
-	"math"
 	"net/http"
-	"strconv"
 	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
 
+	"github.com/kiln-registry/kiln-registry/cmd/kiln-registry/internal/home"
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/internal/cli"
 	"github.com/kiln-registry/kiln-registry/registry/upkeep"
@@ -20,9 +19,9 @@ import (
 
 // scrubbing is what scrub was asked for.
 type scrubbing struct {
-	store
+	home.Flags
 	upkeep.Order
-	rate size
+	rate cli.Size
 	list bool
 	json bool
 }
@@ -46,7 +45,7 @@ itself, at --scrub-rate, once in --scrub-interval. A blob that can't be read is 
 			return s.run(cmd.Context(), cmd.OutOrStdout(), stderr)
 		},
 	}
-	s.store.bind(cmd)
+	s.Flags.Bind(cmd)
 	f := cmd.Flags()
 	f.Var(&s.rate, "rate", "bytes to read in a second, as 100MB or 32MiB; 0: as fast as it goes")
 	f.BoolVar(&s.list, "list", false, "only list what is in quarantine")
@@ -69,22 +68,22 @@ func (s *scrubbing) check(args []string) error {
 		s.Digests = append(s.Digests, d)
 	}
 	s.Rate = int64(s.rate)
-	return s.store.check()
+	return s.Flags.Check()
 }
 
 // run has the server do it, or does it where none runs.
 func (s *scrubbing) run(ctx context.Context, stdout, stderr io.Writer) error {
 	show := scrubShow{json: s.json, named: len(s.Digests) > 0, out: stdout, notes: stderr}
 	if s.list {
-		return s.tell(ctx, http.MethodGet, "/aside", stderr, show.event, func(p *parts) error {
-			return p.reg.Scrubber().TellAside(ctx, show.event)
+		return tell(ctx, s.Home, http.MethodGet, "/aside", stderr, show.event, func(p *home.Parts) error {
+			return p.Registry.Scrubber().TellAside(ctx, show.event)
 		})
 	}
-	err := s.tell(ctx, http.MethodPost, "/scrub?"+s.Query().Encode(), stderr, show.event, func(p *parts) error {
-		return p.reg.Scrubber().Tell(ctx, s.Order, show.event)
+	err := tell(ctx, s.Home, http.MethodPost, "/scrub?"+s.Query().Encode(), stderr, show.event, func(p *home.Parts) error {
+		return p.Registry.Scrubber().Tell(ctx, s.Order, show.event)
 	})
 	if err == nil && show.bad > 0 {
-		return cli.Hint(cli.Exit(cli.CodeNo, fmt.Errorf("%s not as they should be", count(show.bad, "blob"))),
+		return cli.Hint(cli.Exit(cli.CodeNo, fmt.Errorf("%s not as they should be", cli.Count(show.bad, "blob"))),
 			"push those bytes again: that heals them; kiln-registry scrub --list says which repositories miss them")
 	}
 	return upkeepError(err)
@@ -125,40 +124,4 @@ func scrubbed(s *upkeep.Scrubbing) string {
 		text += fmt.Sprintf(", %d could not be read", s.Unreadable)
 	}
 	return text
-}
-
-// size is the value of a flag that takes a number of bytes.
-type size int64
-
-var sizeUnits = []struct {
-	name string
-	n    int64
-}{{"KiB", 1 << 10}, {"MiB", 1 << 20}, {"GiB", 1 << 30}, {"kB", 1e3}, {"MB", 1e6}, {"GB", 1e9}, {"B", 1}, {"", 1}}
-
-func (s *size) Type() string { return "size" }
-
-func (s *size) String() string {
-	for _, u := range sizeUnits[:3] {
-		if n := int64(*s); n%u.n == 0 && n/u.n > 0 && n/u.n < 1024 {
-			return fmt.Sprintf("%d%s", n/u.n, u.name)
-		}
-	}
-	return fmt.Sprint(int64(*s))
-}
-
-// Set reads a whole number with a unit.
-func (s *size) Set(text string) error {
-	for _, u := range sizeUnits {
-		digits, ok := strings.CutSuffix(text, u.name)
-		if !ok {
-			continue
-		}
-		n, err := strconv.ParseUint(digits, 10, 63)
-		if err != nil || n > math.MaxInt64/uint64(u.n) {
-			break
-		}
-		*s = size(int64(n) * u.n)
-		return nil
-	}
-	return fmt.Errorf("%.40q: want a number of bytes, as 32MiB or 100MB", text)
 }

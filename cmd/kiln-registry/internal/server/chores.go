@@ -1,6 +1,7 @@
-package main
+package server
 
 import (
+	"cmp"
 	"context"
 	"log/slog"
 	"sync"
@@ -8,6 +9,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/kiln-registry/kiln-registry/cmd/kiln-registry/internal/home"
 	"github.com/kiln-registry/kiln-registry/internal/cli"
 	"github.com/kiln-registry/kiln-registry/registry/upkeep"
 )
@@ -20,7 +22,7 @@ type chores struct {
 	gcGrace    time.Duration
 	gcMaxShare float64
 	scrubEvery time.Duration
-	scrubRate  size
+	scrubRate  cli.Size
 	verify     bool
 	lease      time.Duration
 }
@@ -40,36 +42,34 @@ func (c *chores) bind(cmd *cobra.Command) {
 }
 
 func (c *chores) check() error {
-	switch {
-	case c.gcEvery < 0:
-		return cli.Usagef("--gc-interval %s: want 0 or more", c.gcEvery)
-	case c.scrubEvery < 0:
-		return cli.Usagef("--scrub-interval %s: want 0 or more", c.scrubEvery)
-	case c.lease <= 0:
+	if c.lease <= 0 {
 		return cli.Usagef("--lease %s: want more than 0", c.lease)
 	}
-	return checkTerms("--gc-grace", c.gcGrace, "--gc-max-share", c.gcMaxShare)
+	return cmp.Or(
+		cli.NotNegative("--gc-interval", c.gcEvery), cli.NotNegative("--gc-grace", c.gcGrace),
+		cli.Share("--gc-max-share", c.gcMaxShare), cli.NotNegative("--scrub-interval", c.scrubEvery),
+	)
 }
 
 // run does the chores of a registry that is ready, until ctx ends.
-func (c *chores) run(ctx context.Context, p *parts, log *slog.Logger) {
+func (c *chores) run(ctx context.Context, p *home.Parts, log *slog.Logger) {
 	var all sync.WaitGroup
 	all.Go(func() { purge(ctx, p, log) })
-	all.Go(func() { p.reg.Scrubber().Run(ctx, c.scrubEvery, int64(c.scrubRate)) })
+	all.Go(func() { p.Registry.Scrubber().Run(ctx, c.scrubEvery, int64(c.scrubRate)) })
 	if c.gcEvery > 0 {
 		all.Go(func() {
-			p.reg.Collector().Run(ctx, c.gcEvery, upkeep.Terms{Grace: c.gcGrace, MaxShare: c.gcMaxShare})
+			p.Registry.Collector().Run(ctx, c.gcEvery, upkeep.Terms{Grace: c.gcGrace, MaxShare: c.gcMaxShare})
 		})
 	}
 	all.Wait()
 }
 
 // purge drops what has run out, now and then.
-func purge(ctx context.Context, p *parts, log *slog.Logger) {
+func purge(ctx context.Context, p *home.Parts, log *slog.Logger) {
 	tick := time.NewTicker(purgeEvery)
 	defer tick.Stop()
 	for {
-		if n, err := p.reg.Purge(ctx); err != nil && ctx.Err() == nil {
+		if n, err := p.Registry.Purge(ctx); err != nil && ctx.Err() == nil {
 			log.Error("purge", "error", err)
 		} else if n > 0 {
 			log.Info("abandoned uploads dropped", "count", n)

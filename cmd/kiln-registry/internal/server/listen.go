@@ -1,4 +1,4 @@
-package main
+package server
 
 import (
 	"crypto/tls"
@@ -15,6 +15,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/kiln-registry/kiln-registry/api"
+	"github.com/kiln-registry/kiln-registry/cmd/kiln-registry/internal/home"
 	"github.com/kiln-registry/kiln-registry/internal/cli"
 	"github.com/kiln-registry/kiln-registry/registry/metrics"
 )
@@ -124,12 +125,12 @@ func (m *metering) check() error {
 }
 
 // open returns the metrics of a registry; nil: nobody is to read any.
-func (m *metering) open(at place, log *slog.Logger) *metrics.Metrics {
+func (m *metering) open(at home.Place, log *slog.Logger) *metrics.Metrics {
 	if !m.here && m.addr == "" {
 		return nil
 	}
 	kind := "folder"
-	if at.folder == "" {
+	if at.Folder == "" {
 		kind = "s3"
 	}
 	return metrics.New(cli.Version(), kind, log)

@@ -1,4 +1,5 @@
-package main
+// Package server is the command that serves a registry, and what the server does on its own meanwhile.
+package server
 
 import (
 	"cmp"
@@ -21,7 +22,9 @@ import (
 
 	"github.com/kiln-registry/kiln-registry/api"
 	"github.com/kiln-registry/kiln-registry/blobstore"
+	"github.com/kiln-registry/kiln-registry/cmd/kiln-registry/internal/home"
 	"github.com/kiln-registry/kiln-registry/internal/cli"
+	"github.com/kiln-registry/kiln-registry/registry"
 	"github.com/kiln-registry/kiln-registry/registry/access"
 )
 
@@ -35,7 +38,7 @@ const (
 
 // serving is what serve was asked for.
 type serving struct {
-	store
+	home.Flags
 	logging
 	addr         string
 	tokenFile    string
@@ -50,14 +53,15 @@ type serving struct {
 	chores
 }
 
-func serveCommand(stderr io.Writer) *cobra.Command {
+// Command is serve.
+func Command(stderr io.Writer) *cobra.Command {
 	var s serving
 	cmd := &cobra.Command{
 		Use:   "serve",
 		Short: "Serve a store over HTTP",
 		Long: `Serve a store over HTTP.
 
-With no flags: ` + cli.DefaultRegistry + `, data in ./` + defaultStore + `, which is made on first start. Without
+With no flags: ` + cli.DefaultRegistry + `, data in ./` + home.DefaultStore + `, which is made on first start. Without
 --token-file every caller may do everything, and only loopback addresses are taken.
 
 What no flag says is looked for in the environment, --idle-timeout in KILN_IDLE_TIMEOUT, then in the YAML file of
@@ -66,14 +70,14 @@ What no flag says is looked for in the environment, --idle-timeout in KILN_IDLE_
 		RunE: func(cmd *cobra.Command, _ []string) error { return s.start(cmd, stderr) },
 	}
 	s.configured.bind(cmd)
-	s.store.bind(cmd)
+	s.Flags.Bind(cmd)
 	s.logging.bind(cmd)
 	s.limits.bind(cmd)
 	s.metering.bind(cmd)
 	s.chores.bind(cmd)
 	f := cmd.Flags()
 	f.StringVar(&s.addr, "addr", cli.DefaultRegistry, "address to listen on")
-	f.BoolVar(&s.init, "init", false, "make --store a store first, if it is new or empty")
+	f.BoolVar(&s.Init, "init", false, "make --store a store first, if it is new or empty")
 	f.StringVar(
 		&s.tokenFile,
 		"token-file",
@@ -108,16 +112,18 @@ func (s *serving) run(ctx context.Context, stdout, stderr io.Writer) error {
 	if err != nil {
 		return err
 	}
-	if err := s.prepare(ctx); err != nil {
+	if err := s.Prepare(ctx); err != nil {
 		return err
 	}
 	if os.Getenv("GOGC") == "" {
 		debug.SetGCPercent(s.garbage())
 	}
-	o := opening{home: s.home, gate: gate, idle: s.idle, log: log, readOnly: s.readOnly, immutable: s.immutable}
-	o.lease, o.verify, o.checkLater = s.lease, s.verify, checkLater
-	o.metrics, o.metricsHere = s.metering.open(s.place, log), s.metering.here
-	p, err := o.open(ctx)
+	o := home.Opening{
+		Home: s.Home, CheckLater: checkLater, Metrics: s.metering.open(s.Place, log), MetricsHere: s.metering.here,
+		Config: registry.Config{Access: gate, Log: log, IdleTimeout: s.idle, ReadOnly: s.readOnly, Immutable: s.immutable,
+			Lease: s.lease, VerifyReads: s.verify},
+	}
+	p, err := o.Open(ctx)
 	if err != nil {
 		return err
 	}
@@ -125,14 +131,14 @@ func (s *serving) run(ctx context.Context, stdout, stderr io.Writer) error {
 		log.Info("read-only: pushes and deletes are refused, and nothing is removed")
 	}
 	err = s.serve(ctx, p, certificates, stdout, log)
-	return errors.Join(err, p.close())
+	return errors.Join(err, p.Close())
 }
 
 // garbage is how much may grow beside what is live, in percent. On a disk so little is live that by default each page
 // of a listing costs a collection, and half of its time. To a bucket the parts of uploads are nearly all that is live,
 // and by default as much garbage may grow beside them.
 func (s *serving) garbage() int {
-	if s.folder == "" {
+	if s.Folder == "" {
 		return 25
 	}
 	return 200
@@ -140,19 +146,18 @@ func (s *serving) garbage() int {
 
 // check refuses flags that make no sense, and what would open the registry to everybody by mistake.
 func (s *serving) check() error {
-	if err := s.store.check(); err != nil {
+	if err := s.Flags.Check(); err != nil {
 		return err
 	}
-	if err := cmp.Or(checkAddr("--addr", s.addr), s.limits.check(), s.metering.check(), s.chores.check()); err != nil {
+	if err := cmp.Or(
+		checkAddr("--addr", s.addr), s.limits.check(), s.metering.check(), s.chores.check(),
+		cli.NotNegative("--drain-timeout", s.drain), cli.NotNegative("--drain-delay", s.unready),
+	); err != nil {
 		return err
 	}
 	switch {
 	case s.idle <= 0:
 		return cli.Usagef("--idle-timeout %s: want more than 0", s.idle)
-	case s.drain < 0:
-		return cli.Usagef("--drain-timeout %s: want 0 or more", s.drain)
-	case s.unready < 0:
-		return cli.Usagef("--drain-delay %s: want 0 or more", s.unready)
 	case (s.cert == "") != (s.key == ""):
 		return cli.Usagef("--tls-cert and --tls-key go together")
 	case s.tokenFile == "" && !isLoopback(s.addr) && !s.insecureOpen:
@@ -185,7 +190,7 @@ func (s *serving) gate(log *slog.Logger) (*access.Gate, error) {
 }
 
 func (s *serving) serve(
-	ctx context.Context, p *parts, certificates []tls.Certificate, stdout io.Writer, log *slog.Logger,
+	ctx context.Context, p *home.Parts, certificates []tls.Certificate, stdout io.Writer, log *slog.Logger,
 ) error {
 	l, err := listen("--addr", s.addr)
 	if err != nil {
@@ -196,14 +201,14 @@ func (s *serving) serve(
 		return errors.Join(err, l.Close())
 	}
 	var requests inFlight
-	server := newServer(requests.count(p.reg), log)
+	server := newServer(requests.count(p.Registry), log)
 	server.TLSConfig.Certificates = certificates
-	admin, closeAdmin := listenAdmin(p, requests.count(p.reg.Admin()), log)
+	admin, closeAdmin := listenAdmin(p, requests.count(p.Registry.Admin()), log)
 	defer closeAdmin()
 	defer requests.wait()
 	failed := make(chan error, 1)
 	go func() { failed <- s.accept(server, l) }()
-	meter, closeMeter := serveMetrics(toMetrics, requests.count(p.metrics), log)
+	meter, closeMeter := serveMetrics(toMetrics, requests.count(p.Metrics), log)
 	defer closeMeter()
 	s.announce(stdout, l, toMetrics)
 
@@ -211,23 +216,23 @@ func (s *serving) serve(
 	defer cancel(nil)
 	var done sync.WaitGroup
 	done.Go(func() {
-		if err := p.reg.Replay(ctx); err != nil && ctx.Err() == nil {
-			cancel(p.notReplayed(err))
+		if err := p.Registry.Replay(ctx); err != nil && ctx.Err() == nil {
+			cancel(p.NotReplayed(err))
 			return
 		}
 		s.chores.run(ctx, p, log)
 	})
 	done.Go(func() {
-		if err := p.checked(ctx); err != nil && ctx.Err() == nil {
-			cancel(p.notReplayed(err))
+		if err := p.Checked(ctx); err != nil && ctx.Err() == nil {
+			cancel(p.NotReplayed(err))
 		}
 	})
 	select {
 	case err = <-failed:
 		cancel(err)
-	case <-p.lost():
+	case <-p.Lost():
 		err = cli.Hint(
-			cli.Exit(cli.CodeTryAgain, fmt.Errorf("%s: %w: another process took it", p.place, blobstore.ErrInUse)),
+			cli.Exit(cli.CodeTryAgain, fmt.Errorf("%s: %w: another process took it", p.Place, blobstore.ErrInUse)),
 			"this one was not heard of for half a minute; see which registry is to serve this store",
 		)
 		cancel(err)
@@ -292,8 +297,8 @@ func newServer(h http.Handler, log *slog.Logger) *http.Server {
 }
 
 // stop lets readiness fail first, then takes no more connections, and gives running requests until the deadline.
-func (s *serving) stop(p *parts, log *slog.Logger, servers ...*http.Server) error {
-	p.reg.Stop()
+func (s *serving) stop(p *home.Parts, log *slog.Logger, servers ...*http.Server) error {
+	p.Registry.Stop()
 	log.Info("stopping", "drain", s.drain)
 	time.Sleep(s.unready)
 	ctx, cancel := context.WithTimeout(context.Background(), s.drain)
@@ -310,9 +315,9 @@ func (s *serving) stop(p *parts, log *slog.Logger, servers ...*http.Server) erro
 }
 
 // listenAdmin serves the administration socket in the state folder. A registry without one is whole all the same.
-func listenAdmin(p *parts, h http.Handler, log *slog.Logger) (*http.Server, func()) {
+func listenAdmin(p *home.Parts, h http.Handler, log *slog.Logger) (*http.Server, func()) {
 	server := newServer(h, log)
-	path := p.file(socketFile)
+	path := p.File(home.SocketFile)
 	_ = os.Remove(path) // left by a process that was killed: the lock of the store is ours
 	old := syscall.Umask(0o177)
 	l, err := net.Listen("unix", path)

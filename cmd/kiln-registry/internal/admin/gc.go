@@ -1,6 +1,7 @@
-package main
+package admin
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -11,13 +12,14 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/kiln-registry/kiln-registry/cmd/kiln-registry/internal/home"
 	"github.com/kiln-registry/kiln-registry/internal/cli"
 	"github.com/kiln-registry/kiln-registry/registry/upkeep"
 )
 
 // collecting is what gc was asked for.
 type collecting struct {
-	store
+	home.Flags
 	upkeep.Terms
 	json bool
 }
@@ -38,7 +40,7 @@ bytes, would go, nothing does: that looks like an index that lacks something. --
 			return c.run(cmd.Context(), cmd.OutOrStdout(), stderr)
 		},
 	}
-	c.store.bind(cmd)
+	c.Flags.Bind(cmd)
 	f := cmd.Flags()
 	f.DurationVar(&c.Grace, "grace", upkeep.DefaultGrace, "how old a blob is at least when it goes")
 	f.Float64Var(&c.MaxShare, "max-share", upkeep.DefaultMaxShare,
@@ -50,86 +52,25 @@ bytes, would go, nothing does: that looks like an index that lacks something. --
 }
 
 func (c *collecting) check() error {
-	if err := checkTerms("--grace", c.Grace, "--max-share", c.MaxShare); err != nil {
-		return err
-	}
-	return c.store.check()
-}
-
-func checkTerms(graceFlag string, grace time.Duration, shareFlag string, share float64) error {
-	switch {
-	case grace < 0:
-		return cli.Usagef("%s %s: want 0 or more", graceFlag, grace)
-	case !(share > 0 && share <= 1):
-		return cli.Usagef("%s %g: want more than 0, and 1 at most", shareFlag, share)
-	}
-	return nil
+	return cmp.Or(
+		cli.NotNegative("--grace", c.Grace), cli.Share("--max-share", c.MaxShare), c.Flags.Check(),
+	)
 }
 
 // run has the server do it, or does it where none runs.
 func (c *collecting) run(ctx context.Context, stdout, stderr io.Writer) error {
 	show := collectShow{json: c.json, out: stdout, notes: stderr}
-	err := c.tell(ctx, http.MethodPost, "/collect?"+c.Query().Encode(), stderr, show.event, func(p *parts) error {
-		return p.reg.Collector().Tell(ctx, c.Terms, show.event)
+	err := tell(ctx, c.Home, http.MethodPost, "/collect?"+c.Query().Encode(), stderr, show.event, func(p *home.Parts) error {
+		return p.Registry.Collector().Tell(ctx, c.Terms, show.event)
 	})
 	switch {
 	case errors.Is(err, upkeep.ErrTooMuch):
 		return cli.Hint(cli.Exit(cli.CodeNo, err), "if that is right, run it with --force; --dry-run says what would go")
 	case err == nil && show.failed > 0:
-		return cli.Hint(cli.Exit(cli.CodeDisk, fmt.Errorf("%s could not be removed", count(int(show.failed), "blob"))),
+		return cli.Hint(cli.Exit(cli.CodeDisk, fmt.Errorf("%s could not be removed", cli.Count(int(show.failed), "blob"))),
 			"the log of the server says why")
 	}
 	return upkeepError(err)
-}
-
-// upkeepError gives an error of upkeep its exit code.
-func upkeepError(err error) error {
-	switch {
-	case errors.Is(err, upkeep.ErrRunning), errors.Is(err, upkeep.ErrNotLevel):
-		return cli.Exit(cli.CodeTryAgain, err)
-	case errors.Is(err, upkeep.ErrReadOnly):
-		return cli.Hint(cli.Exit(cli.CodeUsage, err), "it was started with --read-only")
-	}
-	return err
-}
-
-// tell has the server that runs on a home do what path asks for, or does work itself where none runs. see gets to know
-// what comes of it.
-func (h home) tell(
-	ctx context.Context, method, path string, stderr io.Writer, see func(upkeep.Event), work func(*parts) error,
-) error {
-	resp, err := h.ask(ctx, method, path)
-	switch {
-	case err == nil:
-		defer resp.Body.Close()
-		return h.told(ctx, resp.Body, see)
-	case !errors.Is(err, errNoServer):
-		return err
-	}
-	return h.withParts(ctx, false, stderr, func(p *parts) error {
-		if err := p.reg.Replay(ctx); err != nil {
-			return h.notReplayed(err)
-		}
-		return work(p)
-	})
-}
-
-// told reads what the server tells. It must come to an end, or say why it does not.
-func (h home) told(ctx context.Context, body io.Reader, see func(upkeep.Event)) error {
-	for dec := json.NewDecoder(body); ; {
-		var e upkeep.Event
-		switch err := dec.Decode(&e); {
-		case ctx.Err() != nil:
-			return ctx.Err()
-		case err != nil:
-			return h.notAsked(err)
-		case e.Error != nil:
-			return e.Error
-		case e.End:
-			return nil
-		}
-		see(e)
-	}
 }
 
 // collectShow writes what a collection tells.
@@ -167,11 +108,11 @@ func collected(c *upkeep.Collection) string {
 		text += fmt.Sprintf("; %d left for the next time, as they were being pushed", c.Busy)
 	}
 	if c.Swept > 0 {
-		text += fmt.Sprintf("; %s of killed processes swept", count(c.Swept, "remnant"))
+		text += fmt.Sprintf("; %s of killed processes swept", cli.Count(c.Swept, "remnant"))
 	}
 	return text
 }
 
 func amount(a upkeep.Amount) string {
-	return fmt.Sprintf("%s (%s)", count(int(a.Blobs), "blob"), cli.Bytes(a.Bytes))
+	return fmt.Sprintf("%s (%s)", cli.Count(int(a.Blobs), "blob"), cli.Bytes(a.Bytes))
 }

@@ -1,4 +1,4 @@
-package main
+package admin
 
 import (
 	"context"
@@ -10,6 +10,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/kiln-registry/kiln-registry/blobstore"
+	"github.com/kiln-registry/kiln-registry/cmd/kiln-registry/internal/home"
 	"github.com/kiln-registry/kiln-registry/internal/cli"
 	"github.com/kiln-registry/kiln-registry/internal/cli/progress"
 	"github.com/kiln-registry/kiln-registry/transfer"
@@ -19,18 +20,18 @@ func copyCommand(stderr io.Writer) *cobra.Command {
 	var init bool
 	cmd := &cobra.Command{
 		Use: "copy-store SRC DST", Short: "Copy a store into another, and check every byte on the way",
-		Long: `Copy a store into another, and check every byte on the way. SRC and DST are each ` + placeForms + `.
+		Long: `Copy a store into another, and check every byte on the way. SRC and DST are each ` + home.PlaceForms + `.
 
 No server may run on either. DST must be a copy of SRC that an earlier run began, or a store in which nothing is yet;
 --init makes one. An interrupted copy goes on when the same command is run again, and a copy of an older state of SRC
 gets what is new. Blobs that are damaged in SRC are named, and all others are copied.`,
 		Args: cli.Args("SRC", "DST"),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			src, err := parsePlace("SRC", args[0])
+			src, err := home.ParsePlace("SRC", args[0])
 			if err != nil {
 				return err
 			}
-			dst, err := parsePlace("DST", args[1])
+			dst, err := home.ParsePlace("DST", args[1])
 			if err != nil {
 				return err
 			}
@@ -41,12 +42,12 @@ gets what is new. Blobs that are damaged in SRC are named, and all others are co
 	return cmd
 }
 
-func copyStore(ctx context.Context, src, dst place, init bool, stdout, stderr io.Writer) error {
-	if src.address() == dst.address() || sameFolder(src.folder, dst.folder) {
+func copyStore(ctx context.Context, src, dst home.Place, init bool, stdout, stderr io.Writer) error {
+	if src.Same(dst) {
 		return cli.Usagef("SRC and DST are the same store: %s", src)
 	}
 	notify := func(line string) { cli.Warn(stderr, "%s", line) }
-	from, err := src.open(ctx, notify)
+	from, err := src.Open(ctx, notify)
 	if errors.Is(err, blobstore.ErrNotStore) {
 		return cli.Hint(err, "SRC must be a store: check its path, or its bucket and prefix")
 	} else if err != nil {
@@ -61,21 +62,21 @@ func copyStore(ctx context.Context, src, dst place, init bool, stdout, stderr io
 		return err
 	}
 	fmt.Fprintf(stdout, "%s holds all of %s: copied %s, %s and %s; %s there already\n", dst, src,
-		count(did.Blobs, "blob"), cli.Bytes(did.Bytes), count(did.Refs, "ref"), count(did.Present, "blob"))
+		cli.Count(did.Blobs, "blob"), cli.Bytes(did.Bytes), cli.Count(did.Refs, "ref"), cli.Count(did.Present, "blob"))
 	return nil
 }
 
-func openCopy(ctx context.Context, dst place, init bool, notify func(string)) (engine, error) {
+func openCopy(ctx context.Context, dst home.Place, init bool, notify func(string)) (home.Engine, error) {
 	if init {
-		if err := dst.make(ctx); err != nil {
+		if err := dst.Make(ctx); err != nil {
 			return nil, err
 		}
 	}
-	return dst.open(ctx, notify)
+	return dst.Open(ctx, notify)
 }
 
 // copyShown copies, shows how far it is, and fails if blobs are damaged.
-func copyShown(ctx context.Context, to, from engine, stdout, stderr io.Writer) (blobstore.CopyResult, error) {
+func copyShown(ctx context.Context, to, from home.Engine, stdout, stderr io.Writer) (blobstore.CopyResult, error) {
 	const phase = "copy"
 	show := progress.New(cli.Flags{}, stdout, stderr)
 	defer show.Abandon()
@@ -96,7 +97,7 @@ func copyShown(ctx context.Context, to, from engine, stdout, stderr io.Writer) (
 	if err == nil && did.Damaged > 0 {
 		err = cli.Hint(
 			cli.Exit(cli.CodeNo, fmt.Errorf("%s of SRC damaged and not copied; copied were %s and %s",
-				count(did.Damaged, "blob"), count(did.Blobs, "blob"), count(did.Refs, "ref"))),
+				cli.Count(did.Damaged, "blob"), cli.Count(did.Blobs, "blob"), cli.Count(did.Refs, "ref"))),
 			"push those bytes again to a registry on DST, or put them back into SRC and run this again",
 		)
 	}
@@ -104,7 +105,7 @@ func copyShown(ctx context.Context, to, from engine, stdout, stderr io.Writer) (
 }
 
 // notCopied says what can be done about an error of a copy.
-func notCopied(dst place, err error) error {
+func notCopied(dst home.Place, err error) error {
 	switch {
 	case err == nil, errors.Is(err, context.Canceled):
 		return err
@@ -114,14 +115,7 @@ func notCopied(dst place, err error) error {
 		return cli.Hint(cli.Exit(cli.CodeDisk, err),
 			"make room at "+dst.String()+"; the same command goes on from where this one stopped")
 	case errors.Is(err, blobstore.ErrUnavailable), errors.Is(err, blobstore.ErrInUse):
-		return dst.explain(err)
+		return dst.Explain(err)
 	}
 	return err
-}
-
-func count(n int, what string) string {
-	if n == 1 {
-		return "1 " + what
-	}
-	return fmt.Sprintf("%d %ss", n, what)
 }
