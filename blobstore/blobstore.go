@@ -115,6 +115,7 @@ type Ref struct {
 	MediaType string
 	Manifest  []byte    // the manifest's exact bytes; empty for tombstones and where a tag names a manifest put before
 	Time      time.Time // when the registry accepted it
+	Finding   string    // what the registry found the manifest to be when it accepted it; empty: nothing is kept of that
 }
 
 // Position is a place in the order in which a store keeps its refs. The zero Position is before the first. Positions

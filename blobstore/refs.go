@@ -33,7 +33,8 @@ func EncodeRefs(refs []Ref) ([]byte, error) {
 const (
 	flagDeleted = 1 << iota
 	flagTime
-	flagsKnown = flagDeleted | flagTime
+	flagFinding // before it there was none: records without it are read as ever
+	flagsKnown  = flagDeleted | flagTime | flagFinding
 )
 
 func appendRef(b []byte, r *Ref) []byte {
@@ -43,6 +44,9 @@ func appendRef(b []byte, r *Ref) []byte {
 	}
 	if !r.Time.IsZero() {
 		flags |= flagTime
+	}
+	if r.Finding != "" {
+		flags |= flagFinding
 	}
 	b = append(b, flags)
 	b = appendBytes(b, r.Repo)
@@ -54,6 +58,9 @@ func appendRef(b []byte, r *Ref) []byte {
 	if flags&flagTime != 0 {
 		b = binary.AppendVarint(b, r.Time.Unix())
 		b = binary.AppendUvarint(b, uint64(r.Time.Nanosecond()))
+	}
+	if flags&flagFinding != 0 {
+		b = appendBytes(b, r.Finding)
 	}
 	return b
 }
@@ -142,6 +149,9 @@ func (p *payload) ref(r *Ref) error {
 	}
 	if flags&flagTime != 0 {
 		r.Time = time.Unix(p.varint(), int64(p.uvarint())).UTC()
+	}
+	if flags&flagFinding != 0 {
+		r.Finding = string(p.bytes())
 	}
 	return p.err
 }

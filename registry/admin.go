@@ -3,7 +3,6 @@ package registry
 import (
 	"context"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"io"
 	"math"
@@ -360,26 +359,14 @@ func (re *replay) op(ctx context.Context, ref blobstore.Ref) (index.Op, error) {
 	return re.manifest(ctx, ref)
 }
 
-// manifest derives again what is known of a manifest. One that can't be classified any more, as its blobs are gone or
-// the rules have become stricter, is kept all the same: it was acknowledged.
+// manifest recalls what is known of a manifest.
 func (re *replay) manifest(ctx context.Context, ref blobstore.Ref) (index.Op, error) {
 	m, err := classify.Parse(ref.MediaType, ref.Manifest)
 	if err != nil {
 		return nil, fmt.Errorf("%w: a manifest that was taken does not parse: %w", blobstore.ErrDamaged, err)
 	}
-	put, err := re.r.derive(ctx, ref.Repo, m, ref.Manifest)
-	if err == nil {
-		err = inherit(ctx, &put, re.baseOf)
-	}
-	switch {
-	case errors.Is(err, blobstore.ErrNotFound), errors.Is(err, api.ErrManifestInvalid):
-		re.r.log.Warn("manifest kept without classification", "repository", ref.Repo,
-			"digest", ref.Digest.String(), "error", err)
-		put.Record = index.Record{Repo: ref.Repo, Digest: ref.Digest, MediaType: m.MediaType, Size: int64(len(ref.Manifest)),
-			ArtifactType: m.ReferrerType(), Annotations: m.Annotations, Subject: m.Subject,
-			State: api.ContentIncomplete, Evidence: api.EvidenceNone}
-		put.Manifest, put.Refers = ref.Manifest, m.Refers()
-	case err != nil:
+	put, err := re.r.recall(ctx, ref, m, re.baseOf)
+	if err != nil {
 		return nil, err
 	}
 	re.bases[ref.Repo+"\x00"+put.Digest.String()] = identity.Aggregate{}

@@ -98,15 +98,19 @@ func (r *Registry) PutManifest(
 		if err := r.checkSubject(ctx, c, m, put.Record); err != nil {
 			return err
 		}
-		rec, err = r.keep(ctx, put, tags)
+		found, err := findingOf(m, put)
+		if err != nil {
+			return err
+		}
+		rec, err = r.keep(ctx, put, found, tags)
 		return err
 	})
 	return rec, err
 }
 
-// keep makes a manifest and its tags durable, unless all of that is there. It is a part of decide, with holdTags and
-// inOrder.
-func (r *Registry) keep(ctx context.Context, put index.PutManifest, tags []string) (index.Record, error) {
+// keep makes a manifest, what was found of it and its tags durable, unless all of that is there. It is a part of decide,
+// with holdTags and inOrder.
+func (r *Registry) keep(ctx context.Context, put index.PutManifest, found string, tags []string) (index.Record, error) {
 	put.Created = r.now()
 	old, err := r.ix.Get(ctx, put.Repo, put.Digest.String())
 	if err != nil && !errors.Is(err, index.ErrNotFound) {
@@ -139,9 +143,10 @@ func (r *Registry) keep(ctx context.Context, put index.PutManifest, tags []strin
 			MediaType: put.MediaType,
 			Manifest:  put.Manifest,
 			Time:      put.Created,
+			Finding:   found,
 		}
 		refs, ops := []blobstore.Ref{ref}, []index.Op{put}
-		ref.Manifest, ref.Time = nil, r.now()
+		ref.Manifest, ref.Finding, ref.Time = nil, "", r.now()
 		for _, tag := range tags {
 			ref.Name = tag
 			refs = append(refs, ref)
@@ -338,7 +343,7 @@ func (r *Registry) baseOf(ctx context.Context, repo string, d identity.Digest) (
 }
 
 // derive makes the record of a manifest from the manifest and the blobs it names. With inherit, which adds what its
-// repository holds, that is all it is made of: so that it comes out the same when the index is rebuilt.
+// repository holds, that is all it is made of.
 func (r *Registry) derive(
 	ctx context.Context, repo string, m classify.Manifest, body []byte,
 ) (index.PutManifest, error) {
@@ -354,20 +359,78 @@ func (r *Registry) derive(
 	if err != nil {
 		return index.PutManifest{}, err
 	}
-	put := index.PutManifest{
+	f := classify.Finding{Artifact: a, Aggregate: a.Claim, Evidence: api.EvidenceNone}
+	if a.Kind == api.KindBase {
+		f.Aggregate = a.Shards.Aggregate
+	}
+	return recordOf(repo, m, body, f), nil
+}
+
+// recordOf makes the record of a manifest of what was found of it.
+func recordOf(repo string, m classify.Manifest, body []byte, f classify.Finding) index.PutManifest {
+	return index.PutManifest{
 		Record: index.Record{
 			Repo: repo, Digest: identity.Sum(body), MediaType: m.MediaType, Size: int64(len(body)),
 			ArtifactType: m.ReferrerType(), Annotations: m.Annotations, Subject: m.Subject,
-			Kind: a.Kind, State: a.State, Packaging: a.Packaging, Evidence: api.EvidenceNone,
+			Kind: f.Kind, State: f.State, Packaging: f.Packaging, Aggregate: f.Aggregate, Evidence: f.Evidence,
+			ShardCount: len(f.Shards.Shards), TotalSize: f.Shards.TotalSize,
 		},
-		Manifest: body, Refers: m.Refers(), Shards: a.Shards,
+		Manifest: body, Refers: m.Refers(), Shards: f.Shards,
 	}
-	if a.Kind == api.KindBase {
-		put.Aggregate, put.ShardCount, put.TotalSize = a.Shards.Aggregate, len(a.Shards.Shards), a.Shards.TotalSize
-		return put, nil
+}
+
+// findingOf returns what to keep in the store of what was found of a manifest.
+func findingOf(m classify.Manifest, put index.PutManifest) (string, error) {
+	return classify.Finding{
+		Artifact:  classify.Artifact{Kind: put.Kind, State: put.State, Packaging: put.Packaging, Shards: put.Shards},
+		Rules:     classify.Rules,
+		Aggregate: put.Aggregate,
+		Evidence:  put.Evidence,
+	}.Encode(m)
+}
+
+// recall makes the record of a manifest that was put before: of what was found then. Where the store has kept nothing of
+// that, or the rules have changed, it is found again. One that can't be classified any more, as its blobs are gone or
+// the rules have become stricter, is kept all the same: it was acknowledged.
+func (r *Registry) recall(
+	ctx context.Context, ref blobstore.Ref, m classify.Manifest,
+	baseOf func(ctx context.Context, repo string, d identity.Digest) (identity.Aggregate, error),
+) (index.PutManifest, error) {
+	was, kept := r.keptFinding(ref, m)
+	if kept && was.Rules >= classify.Rules {
+		return recordOf(ref.Repo, m, ref.Manifest, was), nil
 	}
-	put.Aggregate = a.Claim
-	return put, nil
+	put, err := r.derive(ctx, ref.Repo, m, ref.Manifest)
+	if err == nil {
+		err = inherit(ctx, &put, baseOf)
+	}
+	lost := errors.Is(err, blobstore.ErrNotFound) || errors.Is(err, blobstore.ErrDamaged) ||
+		errors.Is(err, api.ErrManifestInvalid)
+	switch {
+	case lost && kept:
+		return recordOf(ref.Repo, m, ref.Manifest, was), nil
+	case lost:
+		r.log.Warn("manifest kept without classification", "repository", ref.Repo, "digest", ref.Digest.String(),
+			"error", err)
+		return recordOf(ref.Repo, m, ref.Manifest,
+			classify.Finding{Artifact: classify.Artifact{State: api.ContentIncomplete}, Evidence: api.EvidenceNone}), nil
+	case err == nil && kept && put.Aggregate.IsZero() && put.Kind == was.Kind: // its subject is gone
+		put.Aggregate, put.Evidence = was.Aggregate, was.Evidence
+	}
+	return put, err
+}
+
+// keptFinding returns what the store has kept of what was found of a manifest.
+func (r *Registry) keptFinding(ref blobstore.Ref, m classify.Manifest) (f classify.Finding, kept bool) {
+	if ref.Finding == "" {
+		return f, false
+	}
+	f, err := classify.ParseFinding(m, ref.Finding)
+	if err != nil {
+		r.log.Error("what was found of a manifest does not read back: it is found again", "repository", ref.Repo,
+			"digest", ref.Digest.String(), "error", err)
+	}
+	return f, err == nil
 }
 
 // inherit gives a derived manifest that is no base and claims none the base that its subject is, of which baseOf tells.

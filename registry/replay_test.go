@@ -12,6 +12,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -19,6 +20,8 @@ import (
 	"github.com/kiln-registry/kiln-registry/blobstore"
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/registry"
+	"github.com/kiln-registry/kiln-registry/registry/classify"
+	"github.com/kiln-registry/kiln-registry/registry/upkeep"
 )
 
 func (s *server) export() string {
@@ -135,26 +138,144 @@ func TestIndexCatchesUp(t *testing.T) {
 	s.want(200, "GET", api.PathManifest("a", "v1"), nil)
 }
 
-// A manifest whose blobs are gone was acknowledged all the same: a rebuild keeps it.
-func TestRebuildWithoutBlobs(t *testing.T) {
+// reindexed fails unless the index comes out the same when it is made anew, and returns what it exports.
+func (s *server) reindexed(how string) string {
+	s.t.Helper()
+	want := s.export()
+	if err := s.reg.Reindex(s.t.Context()); err != nil {
+		s.t.Fatal(how, err)
+	}
+	if got := s.export(); got != want {
+		s.t.Errorf("%s: rows differ:\n%s\n---\n%s", how, want, got)
+	}
+	return want
+}
+
+// remove removes a blob's file behind the store's back.
+func (s *server) remove(b []byte) {
+	s.t.Helper()
+	if err := os.Remove(findBlob(s.t, s.dir, identity.Sum(b))); err != nil {
+		s.t.Fatal(err)
+	}
+}
+
+// What was found of a manifest when it was put stays known when what it rests on has gone: its base was deleted and
+// collected, or its shards are in quarantine or missing.
+func TestFindingsOutliveBlobs(t *testing.T) {
 	s := newServer(t)
-	s.base("a", "v1", "m", "1")
-	i, err := s.store.Stat(t.Context(), identity.Sum(safetensors("1")))
-	if err != nil {
-		t.Fatal(err)
+	var ahead atomic.Int64
+	s.clock = func() time.Time { return time.Now().Add(time.Duration(ahead.Load())) }
+	s.restart(nil)
+	_, d := s.base("a", "v1", "m", "1", "2")
+	s.base("b", "v1", "m", "3", "4")
+	weights := s.layer("a", api.MediaTypeWeight, "adapter_model.safetensors", safetensors("lora"))
+	adapter := s.manifest("a", []desc{weights},
+		map[string]any{"subject": desc{"mediaType": manifestType, "digest": d.String(), "size": 1}})
+	if a := s.put("a", "lora", adapter); a.status != 201 {
+		t.Fatal(a)
 	}
-	if err := s.store.Delete(t.Context(), i); err != nil {
-		t.Fatal(err)
+	s.want(202, "DELETE", api.PathManifest("a", d.String()), nil)
+	ahead.Store(int64(30 * 24 * time.Hour))
+	did, err := s.reg.Collector().Collect(t.Context(), upkeep.Terms{Force: true})
+	if err != nil || did.Removed.Blobs != 2 {
+		t.Fatalf("%+v, %v", did, err)
 	}
+	if rows := s.reindexed("base deleted and collected"); strings.Count(rows, `"evidence":"asserted"`) != 1 {
+		t.Error(rows)
+	}
+	cut(t, findBlob(t, s.dir, identity.Sum(safetensors("3"))), []byte("y"))
+	s.reindexed("shard damaged")
+	if did, err := s.reg.Scrubber().Scrub(t.Context(), upkeep.Order{}); err != nil || did.Damaged != 1 {
+		t.Fatalf("%+v, %v", did, err)
+	}
+	s.reindexed("shard in quarantine")
+	s.remove(safetensors("4"))
+	if rows := s.reindexed("shard missing"); strings.Count(rows, `"content_state":"direct"`) != 1 {
+		t.Error(rows)
+	}
+	if strings.Contains(s.log.String(), "without classification") {
+		t.Error(s.log)
+	}
+}
+
+// findings are refs of which what was found of manifests is kept in another form.
+type findings struct {
+	blobstore.Refs
+	form func(string) string
+}
+
+func (f findings) Put(ctx context.Context, refs ...blobstore.Ref) (blobstore.Position, error) {
+	for i := range refs {
+		if refs[i].Finding != "" {
+			refs[i].Finding = f.form(refs[i].Finding)
+		}
+	}
+	return f.Refs.Put(ctx, refs...)
+}
+
+// A manifest of which nothing was kept, by an earlier version or as the record is of no use, is classified again. If its
+// blobs are gone it is kept all the same, and found to be what it is when the blobs are back.
+func TestRebuildWithoutFindings(t *testing.T) {
+	for name, form := range map[string]func(string) string{
+		"none":    func(string) string { return "" },
+		"torn":    func(f string) string { return f[1:] },
+		"foreign": func(f string) string { return strings.Replace(f, `"shards":[0]`, `"shards":[1]`, 1) },
+		"other": func(f string) string { // of the base, the aggregate's text comes first
+			before, after, _ := strings.Cut(f, "sha256:")
+			return before + "sha256:" + after[1:64] + after[:1] + after[64:]
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := newServer(t)
+			s.restart(func(c *registry.Config) { c.Refs = findings{c.Refs, form} })
+			agg, d := s.base("a", "v1", "m", "1")
+			if rows := s.reindexed("blobs there"); !strings.Contains(rows, `"content_state":"direct"`) {
+				t.Error(rows)
+			}
+			m := s.want(200, "GET", api.PathManifest("a", d.String()), nil)
+			s.remove(safetensors("1"))
+			if err := s.reg.Reindex(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+			s.want(200, "GET", api.PathManifest("a", "v1"), nil)
+			s.want(404, "GET", api.PathBase(agg), nil)
+			if !strings.Contains(s.log.String(), "without classification") {
+				t.Error("nothing was said about it")
+			}
+			s.blob("a", safetensors("1"))
+			s.want(201, "PUT", api.PathManifest("a", "v1"), m.body, "Content-Type", manifestType)
+			s.want(200, "GET", api.PathBase(agg), nil)
+		})
+	}
+}
+
+// What was found by other rules is found again where the blobs are there, and holds where they are not.
+func TestRebuildByOtherRules(t *testing.T) {
+	s := newServer(t)
+	s.restart(func(c *registry.Config) {
+		c.Refs = findings{c.Refs, func(f string) string {
+			f = strings.Replace(f, fmt.Sprintf(`"rules":%d`, classify.Rules), `"rules":0`, 1)
+			return strings.Replace(f, `"kind":"base"`, `"kind":"checkpoint"`, 1)
+		}}
+	})
+	agg, d := s.base("a", "v1", "m", "1")
+	weights := s.layer("a", api.MediaTypeWeight, "adapter_model.safetensors", safetensors("lora"))
+	adapter := s.manifest("a", []desc{weights},
+		map[string]any{"subject": desc{"mediaType": manifestType, "digest": d.String(), "size": 1}})
+	if a := s.put("a", "lora", adapter); a.status != 201 {
+		t.Fatal(a)
+	}
+	if rows := s.reindexed("blobs there"); !strings.Contains(rows, `"kind":"base"`) {
+		t.Error(rows)
+	}
+	s.remove(safetensors("1"))
 	if err := s.reg.Reindex(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	s.want(200, "GET", api.PathManifest("a", "v1"), nil)
-	if list := get[api.BaseList](s, api.PathBases); len(list.Bases) != 0 {
-		t.Error("a base that can't be read is listed as held")
-	}
-	if !strings.Contains(s.log.String(), "without classification") {
-		t.Error("nothing was said about it")
+	rows := s.export()
+	if !strings.Contains(rows, `"kind":"checkpoint"`) || strings.Count(rows, agg.String()) != 2 ||
+		!strings.Contains(rows, `"evidence":"asserted"`) {
+		t.Error(rows)
 	}
 }
 

@@ -18,7 +18,7 @@ func someRefs() []blobstore.Ref {
 	at := time.Date(2026, 2, 3, 4, 5, 6, 789, time.UTC)
 	return []blobstore.Ref{
 		{Repo: "team/model", Name: d.String(), Seq: 1, Digest: d, MediaType: "application/x", Manifest: manifest, Time: at},
-		{Repo: "team/model", Name: "v1", Seq: 2, Digest: d, MediaType: "application/x", Time: at},
+		{Repo: "team/model", Name: "v1", Seq: 2, Digest: d, MediaType: "application/x", Time: at, Finding: "\x00é"},
 		{Repo: "team/model", Name: "v1", Seq: 1<<64 - 1, Deleted: true, Time: at.Add(time.Hour)},
 		{},
 		{Repo: "other", Name: "é\x00\n", Manifest: []byte{0}, Time: time.Date(1, 1, 1, 0, 0, 0, 1, time.UTC)},

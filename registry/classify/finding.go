@@ -1,0 +1,84 @@
+package classify
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+
+	"github.com/kiln-registry/kiln-registry/api"
+	"github.com/kiln-registry/kiln-registry/identity"
+)
+
+// Rules numbers the rules of Classify. It is raised when they find something else in the same manifest and blobs: what
+// was found by earlier ones is found again then, as far as the blobs are still there.
+const Rules = 1
+
+// Finding is what was found of a manifest when it was put. It is kept beside the manifest, as what it rests on, the
+// blobs and the manifest of the subject, may be gone or damaged by the time that it is needed again.
+type Finding struct {
+	Artifact                     // but for the Claim
+	Rules     int                // by which it was found
+	Aggregate identity.Aggregate // of the base that the artifact is, or was made from; zero: not known
+	Evidence  api.Evidence       // for that, unless it is the base
+}
+
+// finding is the form in which a Finding is kept. Shards are the layers that are the shards, by number.
+type finding struct {
+	Rules     int                `json:"rules"`
+	Kind      api.Kind           `json:"kind,omitempty"`
+	State     api.ContentState   `json:"content_state"`
+	Aggregate identity.Aggregate `json:"aggregate_sha256,omitzero"`
+	Evidence  api.Evidence       `json:"evidence"`
+	Packaging identity.Digest    `json:"packaging,omitzero"`
+	Shards    []int              `json:"shards,omitempty"`
+}
+
+// Encode returns the form in which the finding about m is kept: JSON.
+func (f Finding) Encode(m Manifest) (string, error) {
+	out := finding{f.Rules, f.Kind, f.State, f.Aggregate, f.Evidence, f.Packaging, nil}
+	if len(f.Shards.Shards) > 0 {
+		at := map[string]int{}
+		for i, d := range m.Layers {
+			at[d.Name()] = i
+		}
+		for _, s := range f.Shards.Shards {
+			i, ok := at[s.Filename]
+			if !ok || m.Layers[i].Digest != s.Digest {
+				return "", fmt.Errorf("keep what was found: shard %.80q is no layer of the manifest", s.Filename)
+			}
+			out.Shards = append(out.Shards, i)
+		}
+	}
+	b, err := json.Marshal(out)
+	return string(b), err
+}
+
+// ParseFinding reads what Encode made of a finding about m. It is an error if it can't be one about m.
+func ParseFinding(m Manifest, kept string) (f Finding, err error) {
+	var in finding
+	if err := json.Unmarshal([]byte(kept), &in); err != nil {
+		return f, err
+	}
+	f = Finding{
+		Artifact: Artifact{Kind: in.Kind, State: in.State, Packaging: in.Packaging},
+		Rules:    in.Rules, Aggregate: in.Aggregate, Evidence: in.Evidence,
+	}
+	if len(in.Shards) == 0 {
+		return f, nil
+	}
+	shards := make([]identity.Shard, len(in.Shards))
+	for i, at := range in.Shards {
+		if at < 0 || at >= len(m.Layers) {
+			return f, fmt.Errorf("shard %d is layer %d of %d", i, at, len(m.Layers))
+		}
+		l := m.Layers[at]
+		shards[i] = identity.Shard{Filename: l.Name(), Size: uint64(l.Size), Digest: l.Digest}
+	}
+	if f.Shards, err = identity.New(shards); err != nil {
+		return f, err
+	}
+	if f.Shards.Aggregate != f.Aggregate {
+		return f, errors.New("the shards have another aggregate")
+	}
+	return f, nil
+}
