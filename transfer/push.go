@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"runtime"
 	"slices"
 	"sync"
@@ -73,25 +74,27 @@ func Push(ctx context.Context, c *client.Client, dir string, ref client.Referenc
 		defer func() { err = errors.Join(err, remove()) }()
 		f = snapshot
 	}
-	u := &uploader{c: c, repo: ref.Repo, watch: o.Watch, notes: userNotes()}
-	p := &push{f: f, u: u, taken: map[identity.Digest]bool{}}
+	p := &push{f: f, u: NewUploader(c, ref.Repo, o.Watch), taken: map[identity.Digest]bool{}}
 	layers, base, err := p.run(ctx)
 	if err != nil {
 		return Pushed{}, err
 	}
-	doc, err := p.describe(ctx, layers, base, o.Annotations)
-	if err != nil {
-		return Pushed{}, err
-	}
-	pushed = Pushed{Identity: base.Summary(), Files: len(layers), Sent: p.u.sent.Load(), Warnings: f.Warnings}
-	pushed.Digest = identity.Sum(doc)
-	name := cmp.Or(ref.Tag, pushed.Digest.String())
-	err = c.Retry(ctx, "manifest", func() error {
-		_, err := c.PutManifest(ctx, ref.Repo, name, v1.MediaTypeImageManifest, doc)
-		return err
-	})
-	pushed.Reference = client.Reference{Host: c.Host(), Repo: ref.Repo, Tag: ref.Tag, Digest: pushed.Digest}.String()
+	pushed = Pushed{Identity: base.Summary(), Files: len(layers), Warnings: f.Warnings}
+	pushed.Digest, pushed.Reference, err = p.u.Put(ctx, artifactOf(layers, base, o.Annotations), ref.Tag)
+	pushed.Sent = p.u.Sent()
 	return pushed, err
+}
+
+// artifactOf is the artifact that a base model becomes.
+func artifactOf(layers []layer, base identity.Manifest, annotations map[string]string) Artifact {
+	a := Artifact{Type: api.ArtifactTypeBase, Model: true, Annotations: map[string]string{}}
+	for _, l := range layers {
+		a.Layers = append(a.Layers, Layer{Name: l.Name, Kind: l.Kind, Digest: l.digest, Size: l.Size})
+	}
+	maps.Copy(a.Annotations, annotations)
+	a.Annotations[api.AnnotationKind] = string(api.KindBase)
+	a.Annotations[api.AnnotationAggregate] = base.Aggregate.String()
+	return a
 }
 
 // wholeFamily refuses a folder that lacks members of a numbered family, which is most often a download that is not done.
@@ -116,7 +119,7 @@ func pullable(shards []folder.File) error {
 
 type push struct {
 	f     *folder.Folder
-	u     *uploader
+	u     *Uploader
 	mu    sync.Mutex
 	taken map[identity.Digest]bool // blobs that somebody is seeing to
 }
@@ -152,7 +155,7 @@ func (p *push) run(ctx context.Context) ([]layer, identity.Manifest, error) {
 				return err
 			}
 			return within(ctx, sending, func() error {
-				return p.u.push(ctx, blob{l.Name, l.digest, l.Size, onDisk{p.f, l.File}})
+				return p.u.Send(ctx, Blob{l.Name, l.digest, l.Size, OnDisk{p.f, l.File}})
 			})
 		})
 	}
@@ -203,13 +206,38 @@ func baseOf(layers []layer) (identity.Manifest, error) {
 	return identity.New(shards)
 }
 
-// onDisk is a file of a folder as the source of a blob.
-type onDisk struct {
-	f    *folder.Folder
-	file folder.File
+// OnDisk is a file of a folder as the Source of a blob.
+type OnDisk struct {
+	Folder *folder.Folder
+	File   folder.File
 }
 
-func (d onDisk) open() (io.ReadSeekCloser, func() error, error) { return d.f.Read(d.file) }
+// Open implements Source. folder.ErrChanged.
+func (d OnDisk) Open() (io.ReadSeekCloser, func() error, error) { return d.Folder.Read(d.File) }
+
+// Layer is one file of an artifact.
+type Layer struct {
+	Name   string // path in the artifact, with slashes
+	Kind   folder.Kind
+	Digest identity.Digest
+	Size   int64 // bytes
+}
+
+// Subject is the manifest that an artifact is about. The zero Subject is none.
+type Subject struct {
+	MediaType string
+	Digest    identity.Digest
+	Size      int64 // bytes
+}
+
+// Artifact is what Uploader.Put makes a manifest of.
+type Artifact struct {
+	Type        string // artifact type
+	Model       bool   // with a model config; else with the empty one of OCI
+	Layers      []Layer
+	Subject     Subject
+	Annotations map[string]string
+}
 
 // mediaTypes are those of the CNCF model-spec for raw files: the digest of a layer is that of the file.
 var mediaTypes = map[folder.Kind]string{
@@ -231,48 +259,71 @@ type modelConfig struct {
 	} `json:"config"`
 }
 
-// describe uploads the config and returns the manifest. Nothing in either depends on time, place or order of work.
-func (p *push) describe(ctx context.Context, layers []layer, base identity.Manifest, annotations map[string]string) (
-	[]byte, error,
-) {
-	slices.SortFunc(layers, func(a, b layer) int {
+// Put makes an artifact of files that the repository holds: it sends the config and the manifest, and points tag to it
+// unless that is empty. Equal artifacts give equal manifests, in whatever order their layers are given. reference names
+// it by its digest too. The artifact is durable in the registry when this returns nil. The errors are those of
+// client.Client.
+func (u *Uploader) Put(ctx context.Context, a Artifact, tag string) (d identity.Digest, reference string, err error) {
+	a.Layers = slices.SortedFunc(slices.Values(a.Layers), func(a, b Layer) int {
 		return cmp.Or(cmp.Compare(a.Kind, b.Kind), cmp.Compare(a.Name, b.Name))
 	})
+	mediaType, config, err := a.config()
+	if err != nil {
+		return d, "", err
+	}
+	if err := u.Send(ctx, Blob{"config", identity.Sum(config), int64(len(config)), Bytes(config)}); err != nil {
+		return d, "", err
+	}
+	doc, err := json.Marshal(a.manifest(descriptor(mediaType, identity.Sum(config), int64(len(config)))))
+	if err == nil && len(doc) > api.MaxManifestBytes {
+		err = fmt.Errorf("manifest of %d files has %d bytes, more than the %d that registries take",
+			len(a.Layers), len(doc), api.MaxManifestBytes)
+	}
+	if err != nil {
+		return d, "", err
+	}
+	d = identity.Sum(doc)
+	err = u.c.Retry(ctx, "manifest", func() error {
+		_, err := u.c.PutManifest(ctx, u.repo, cmp.Or(tag, d.String()), v1.MediaTypeImageManifest, doc)
+		return err
+	})
+	return d, client.Reference{Host: u.c.Host(), Repo: u.repo, Tag: tag, Digest: d}.String(), err
+}
+
+// config returns the config of an artifact, and its media type.
+func (a Artifact) config() (mediaType string, config []byte, err error) {
+	if !a.Model {
+		return v1.MediaTypeEmptyJSON, []byte("{}"), nil
+	}
 	var mc modelConfig
 	mc.ModelFS.Type, mc.Config.Format = "layers", "safetensors"
+	for _, l := range a.Layers {
+		mc.ModelFS.DiffIDs = append(mc.ModelFS.DiffIDs, l.Digest)
+	}
+	config, err = json.Marshal(mc)
+	return api.MediaTypeModelConfig, config, err
+}
+
+// manifest depends on nothing but the artifact: not on time, place or order of work.
+func (a Artifact) manifest(config v1.Descriptor) v1.Manifest {
 	m := v1.Manifest{
 		Versioned:    specs.Versioned{SchemaVersion: 2},
 		MediaType:    v1.MediaTypeImageManifest,
-		ArtifactType: api.ArtifactTypeBase,
-		Annotations:  map[string]string{},
+		ArtifactType: a.Type,
+		Config:       config,
+		Annotations:  a.Annotations,
 	}
-	for _, l := range layers {
-		mc.ModelFS.DiffIDs = append(mc.ModelFS.DiffIDs, l.digest)
-		m.Layers = append(m.Layers, v1.Descriptor{
-			MediaType: mediaTypes[l.Kind], Digest: godigest.Digest(l.digest.String()), Size: l.Size,
-			Annotations: map[string]string{v1.AnnotationTitle: l.Name, api.AnnotationFilepath: l.Name},
-		})
+	for _, l := range a.Layers {
+		d := descriptor(mediaTypes[l.Kind], l.Digest, l.Size)
+		d.Annotations = map[string]string{v1.AnnotationTitle: l.Name, api.AnnotationFilepath: l.Name}
+		m.Layers = append(m.Layers, d)
 	}
-	config, err := json.Marshal(mc)
-	if err != nil {
-		return nil, err
+	if s := a.Subject; !s.Digest.IsZero() {
+		m.Subject = new(descriptor(s.MediaType, s.Digest, s.Size))
 	}
-	d := identity.Sum(config)
-	if err := p.u.push(ctx, blob{"model config", d, int64(len(config)), text(config)}); err != nil {
-		return nil, err
-	}
-	m.Config = v1.Descriptor{
-		MediaType: api.MediaTypeModelConfig, Digest: godigest.Digest(d.String()), Size: int64(len(config)),
-	}
-	for k, v := range annotations {
-		m.Annotations[k] = v
-	}
-	m.Annotations[api.AnnotationKind] = string(api.KindBase)
-	m.Annotations[api.AnnotationAggregate] = base.Aggregate.String()
-	doc, err := json.Marshal(m)
-	if err == nil && len(doc) > api.MaxManifestBytes {
-		err = fmt.Errorf("manifest of %d files has %d bytes, more than the %d that registries take",
-			len(layers), len(doc), api.MaxManifestBytes)
-	}
-	return doc, err
+	return m
+}
+
+func descriptor(mediaType string, d identity.Digest, size int64) v1.Descriptor {
+	return v1.Descriptor{MediaType: mediaType, Digest: godigest.Digest(d.String()), Size: size}
 }

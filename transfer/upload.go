@@ -1,6 +1,7 @@
 package transfer
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -10,7 +11,6 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
-	"strings"
 	"sync/atomic"
 	"time"
 
@@ -30,14 +30,14 @@ const firstChunk = 64 << 20
 // rememberFor is how long an upload that was broken off is remembered. Registries forget theirs after about a week.
 const rememberFor = 7 * 24 * time.Hour
 
-// source gives the bytes of one blob, any number of times.
-type source interface {
-	// open returns a reader of the bytes, and unchanged, which says whether they are still what was hashed.
-	open() (r io.ReadSeekCloser, unchanged func() error, err error)
+// Source gives the bytes of one blob, any number of times.
+type Source interface {
+	// Open returns a reader of the bytes, and unchanged, which says whether they are still what was hashed.
+	Open() (r io.ReadSeekCloser, unchanged func() error, err error)
 }
 
-// uploader sends blobs to one repository. It is safe for concurrent use.
-type uploader struct {
+// Uploader sends blobs and manifests to one repository. It is safe for concurrent use.
+type Uploader struct {
 	c     *client.Client
 	repo  string
 	watch Watch
@@ -46,29 +46,39 @@ type uploader struct {
 	sent  atomic.Int64 // bytes that the registry took
 }
 
-// blob is one thing to upload.
-type blob struct {
-	name   string
-	digest identity.Digest
-	size   int64
-	source source
+// NewUploader returns an Uploader to a repository of the registry that c is a client of.
+func NewUploader(c *client.Client, repo string, w Watch) *Uploader {
+	return &Uploader{c: c, repo: repo, watch: w, notes: userNotes()}
 }
 
-// push makes sure that the repository holds b, and sends it if not.
-func (u *uploader) push(ctx context.Context, b blob) error {
+// Sent returns how many bytes of blobs the registry took.
+func (u *Uploader) Sent() int64 { return u.sent.Load() }
+
+// Blob is one thing to upload.
+type Blob struct {
+	Name   string // for messages
+	Digest identity.Digest
+	Size   int64 // bytes
+	Source Source
+}
+
+// Send makes sure that the repository holds b, and sends it if not. An upload that was broken off, also by the end of
+// the process, goes on where it stopped. The blob is durable in the registry when this returns nil. The errors are those
+// of client.Client and of b's Source.
+func (u *Uploader) Send(ctx context.Context, b Blob) error {
 	var mine *claim
 	defer func() { mine.release() }()
 	var up *client.Upload
 	planned, held := false, false
-	err := u.c.Retry(ctx, "upload "+b.name, func() (err error) {
-		if size, err := u.c.StatBlob(ctx, u.repo, b.digest); err == nil && size == b.size {
+	err := u.c.Retry(ctx, "upload "+b.Name, func() (err error) {
+		if size, err := u.c.StatBlob(ctx, u.repo, b.Digest); err == nil && size == b.Size {
 			held = true
 			return nil
 		} else if err != nil && !errors.Is(err, api.ErrBlobUnknown) {
 			return err
 		}
 		if mine == nil && !planned {
-			mine = u.notes.claim(u.c.Host() + "\n" + u.repo + "\n" + b.digest.String())
+			mine = u.notes.claim(u.c.Host() + "\n" + u.repo + "\n" + b.Digest.String())
 		}
 		if up, err = u.begin(ctx, up, b, mine); err != nil || up.Held() {
 			held = err == nil
@@ -76,24 +86,24 @@ func (u *uploader) push(ctx context.Context, b blob) error {
 		}
 		if !planned {
 			planned = true
-			u.watch.tell(Event{Step: Planned, Phase: PhaseUpload, File: b.name, Total: b.size})
+			u.watch.tell(Event{Step: Planned, Phase: PhaseUpload, File: b.Name, Total: b.Size})
 		}
 		return u.send(ctx, up, b, mine)
 	})
 	if err != nil {
-		return fmt.Errorf("upload %s: %w", b.name, err)
+		return fmt.Errorf("upload %s: %w", b.Name, err)
 	}
 	mine.forget()
 	if held && !planned {
-		u.watch.tell(Event{Step: Skipped, Phase: PhaseUpload, File: b.name, Total: b.size, Note: "the registry has it"})
+		u.watch.tell(Event{Step: Skipped, Phase: PhaseUpload, File: b.Name, Total: b.Size, Note: "the registry has it"})
 		return nil
 	}
-	u.watch.tell(Event{Step: Done, Phase: PhaseUpload, File: b.name, Bytes: b.size, Total: b.size})
+	u.watch.tell(Event{Step: Done, Phase: PhaseUpload, File: b.Name, Bytes: b.Size, Total: b.Size})
 	return nil
 }
 
 // begin goes on with the upload at hand, else with one that an earlier process remembered, else opens a new one.
-func (u *uploader) begin(ctx context.Context, up *client.Upload, b blob, mine *claim) (*client.Upload, error) {
+func (u *Uploader) begin(ctx context.Context, up *client.Upload, b Blob, mine *claim) (*client.Upload, error) {
 	if up != nil {
 		err := up.Refresh(ctx)
 		if err == nil || !gone(err) {
@@ -101,16 +111,16 @@ func (u *uploader) begin(ctx context.Context, up *client.Upload, b blob, mine *c
 		}
 	} else if location := mine.recall(); location != "" {
 		old, err := u.c.ResumeUpload(ctx, u.repo, location)
-		if err == nil && old.Offset() <= b.size {
-			u.watch.tell(Event{Step: Noted, File: b.name,
-				Note: fmt.Sprintf("%s: upload resumed at byte %d of %d", b.name, old.Offset(), b.size)})
+		if err == nil && old.Offset() <= b.Size {
+			u.watch.tell(Event{Step: Noted, File: b.Name,
+				Note: fmt.Sprintf("%s: upload resumed at byte %d of %d", b.Name, old.Offset(), b.Size)})
 			return old, nil
 		}
 		if err != nil && !gone(err) {
 			return nil, err
 		}
 	}
-	up, err := u.c.CreateUpload(ctx, u.repo, b.digest, b.size)
+	up, err := u.c.CreateUpload(ctx, u.repo, b.Digest, b.Size)
 	if err != nil {
 		return nil, err
 	}
@@ -126,16 +136,16 @@ func gone(err error) bool {
 }
 
 // send sends what the registry lacks of b and closes the upload.
-func (u *uploader) send(ctx context.Context, up *client.Upload, b blob, mine *claim) error {
-	r, unchanged, err := b.source.open()
+func (u *Uploader) send(ctx context.Context, up *client.Upload, b Blob, mine *claim) error {
+	r, unchanged, err := b.Source.Open()
 	if err != nil {
 		return err
 	}
 	defer r.Close()
-	if up.Offset() > b.size {
-		return errors.Join(fmt.Errorf("the registry holds %d bytes of a blob of %d", up.Offset(), b.size), up.Abort(ctx))
+	if up.Offset() > b.Size {
+		return errors.Join(fmt.Errorf("the registry holds %d bytes of a blob of %d", up.Offset(), b.Size), up.Abort(ctx))
 	}
-	for up.Offset() < b.size {
+	for up.Offset() < b.Size {
 		if err := u.append(ctx, up, b, r); err != nil {
 			return errors.Join(unchanged(), err)
 		}
@@ -144,13 +154,13 @@ func (u *uploader) send(ctx context.Context, up *client.Upload, b blob, mine *cl
 	if err := unchanged(); err != nil {
 		return errors.Join(err, up.Abort(ctx))
 	}
-	return up.Commit(ctx, b.digest)
+	return up.Commit(ctx, b.Digest)
 }
 
 // append sends the next body. One that is refused for its size is not sent again: smaller ones follow. One that does not
 // start where the registry is starts there the next time.
-func (u *uploader) append(ctx context.Context, up *client.Upload, b blob, r io.ReadSeeker) error {
-	n, limit := b.size-up.Offset(), u.chunk.Load()
+func (u *Uploader) append(ctx context.Context, up *client.Upload, b Blob, r io.ReadSeeker) error {
+	n, limit := b.Size-up.Offset(), u.chunk.Load()
 	if limit > 0 {
 		n = min(n, limit)
 	}
@@ -158,7 +168,7 @@ func (u *uploader) append(ctx context.Context, up *client.Upload, b blob, r io.R
 	if _, err := r.Seek(at, io.SeekStart); err != nil {
 		return err
 	}
-	err := up.Append(ctx, &told{r: r, watch: u.watch, name: b.name, total: b.size}, n)
+	err := up.Append(ctx, &told{r: r, watch: u.watch, name: b.Name, total: b.Size}, n)
 	if err == nil {
 		u.sent.Add(n)
 		return nil
@@ -175,8 +185,8 @@ func (u *uploader) append(ctx context.Context, up *client.Upload, b blob, r io.R
 	}
 	next := max(leastChunk, min(firstChunk, n/4))
 	if u.chunk.CompareAndSwap(limit, next) {
-		u.watch.tell(Event{Step: Noted, File: b.name,
-			Note: fmt.Sprintf("%s: a body of %d bytes was refused (%v); going on with %d at a time", b.name, n, err, next)})
+		u.watch.tell(Event{Step: Noted, File: b.Name,
+			Note: fmt.Sprintf("%s: a body of %d bytes was refused (%v); going on with %d at a time", b.Name, n, err, next)})
 	}
 	return up.Refresh(ctx)
 }
@@ -215,11 +225,12 @@ func (t *told) Seek(off int64, whence int) (at int64, err error) {
 	return t.at, err
 }
 
-// text is a blob in memory.
-type text []byte
+// Bytes is a Source in memory.
+type Bytes []byte
 
-func (t text) open() (io.ReadSeekCloser, func() error, error) {
-	return nopCloser{strings.NewReader(string(t))}, func() error { return nil }, nil
+// Open implements Source.
+func (b Bytes) Open() (io.ReadSeekCloser, func() error, error) {
+	return nopCloser{bytes.NewReader(b)}, func() error { return nil }, nil
 }
 
 type nopCloser struct{ io.ReadSeeker }
