@@ -126,6 +126,9 @@ func (o PutManifest) check() error {
 	if slices.Contains(o.Refers, identity.Digest{}) {
 		return errors.New("refers to a zero digest")
 	}
+	if slices.Contains(o.Lists, identity.Digest{}) {
+		return errors.New("lists a zero digest")
+	}
 	return nil
 }
 
@@ -142,7 +145,7 @@ func (o PutManifest) apply(t tx) error {
 		if err := t.unlist(old); err != nil {
 			return err
 		}
-	} else if err := t.hold(o); err != nil {
+	} else if err := cmp.Or(t.hold(o), t.list(o.Repo, o.Digest, o.Lists)); err != nil {
 		return err
 	}
 	if err := t.store(manifestKey(o.Repo, o.Digest, partRecord), encodeRecord(o.Record)); err != nil {
@@ -190,6 +193,45 @@ func (t tx) release(repo string, d identity.Digest) error {
 	return t.Delete(contentKey(d, partShards))
 }
 
+// list notes which manifests an index lists.
+func (t tx) list(repo string, d identity.Digest, lists []identity.Digest) error {
+	if len(lists) == 0 {
+		return nil
+	}
+	lists = sorted(lists)
+	for _, child := range lists {
+		if err := t.mark(listedKey(repo, child).sum(d)); err != nil {
+			return err
+		}
+	}
+	return t.store(manifestKey(repo, d, partLists), encodeSums(lists))
+}
+
+// dropList forgets what list noted.
+func (t tx) dropList(repo string, d identity.Digest) error {
+	b, err := t.load(manifestKey(repo, d, partLists))
+	if err != nil || b == nil {
+		return err
+	}
+	lists, err := decodeSums(b)
+	if err != nil {
+		return err
+	}
+	for _, child := range lists {
+		if err := t.Delete(listedKey(repo, child).sum(d)); err != nil {
+			return err
+		}
+	}
+	return t.Delete(manifestKey(repo, d, partLists))
+}
+
+// sorted returns digests in ascending order, each once.
+func sorted(ds []identity.Digest) []identity.Digest {
+	ds = slices.Clone(ds)
+	slices.SortFunc(ds, identity.Digest.Compare)
+	return slices.Compact(ds)
+}
+
 func (t tx) unlist(r Record) error {
 	for _, k := range r.listings() {
 		if err := t.Delete(k); err != nil {
@@ -211,9 +253,7 @@ func (t tx) refer(repo string, d identity.Digest, was, now uint64, refers []iden
 			return err
 		}
 	}
-	refers = slices.Clone(refers)
-	slices.SortFunc(refers, identity.Digest.Compare)
-	refers = slices.Compact(refers)
+	refers = sorted(refers)
 	for _, b := range refers {
 		if err := t.mark(blobKey(b, repo).ascending(now).sum(d)); err != nil {
 			return err
@@ -268,6 +308,9 @@ func (o DeleteManifest) apply(t tx) error {
 		return err
 	}
 	if err := t.refer(o.Repo, o.Digest, old.Seq, 0, nil); err != nil {
+		return err
+	}
+	if err := t.dropList(o.Repo, o.Digest); err != nil {
 		return err
 	}
 	if err := t.Delete(manifestKey(o.Repo, o.Digest, partRecord)); err != nil {

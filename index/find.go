@@ -146,6 +146,24 @@ func (ix *Index) ManifestHolders(ctx context.Context, d identity.Digest) iter.Se
 	})
 }
 
+// Parents yields the manifests of a repository, indexes, that list a manifest, in order of digest. The manifest itself
+// may be absent there.
+func (ix *Index) Parents(ctx context.Context, repo string, d identity.Digest) iter.Seq2[identity.Digest, error] {
+	prefix := listedKey(repo, d)
+	return paged(ctx, ix, prefix, func(t tx, from []byte, p *page[identity.Digest]) error {
+		return t.walk(from, after(prefix), func(k, _ []byte) ([]byte, error) {
+			if err := p.step(k); err != nil {
+				return nil, err
+			}
+			parts := split(k)
+			parts.text()
+			parts.sum()
+			p.add(parts.sum(), len(k))
+			return nil, parts.err()
+		})
+	})
+}
+
 // Find yields the records of a query. Records that stay in the index while it is walked, in however many steps, come
 // exactly once; those that are put or deleted meanwhile may come or not. ErrCursor, and an error for a Query that mixes
 // what does not go together.

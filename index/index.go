@@ -22,7 +22,7 @@ var (
 	ErrInUse = errors.New("index is in use by another process")
 	// ErrDamaged: the index does not read back as it was written; rebuild it from the store.
 	ErrDamaged = errors.New("index is damaged")
-	// ErrFormat: the index was written by a program with another key layout; rebuild it from the store.
+	// ErrFormat: the index was written by a later program, with another key layout; rebuild it from the store.
 	ErrFormat = errors.New("index is of another version")
 	// ErrCursor: a cursor was not made for this query.
 	ErrCursor = errors.New("not a cursor of this query")
@@ -61,6 +61,7 @@ type PutManifest struct {
 	Record
 	Manifest []byte            // exact bytes
 	Refers   []identity.Digest // blobs that the repository was seen to hold, in any order
+	Lists    []identity.Digest // manifests that it lists, in any order, held or not; always the same of one digest
 	Shards   identity.Manifest // the base's shard manifest; zero when the artifact is no base
 }
 

@@ -378,9 +378,10 @@ func TestFormat(t *testing.T) {
 		key, value string
 		want       error
 	}{
-		"strange rows":    {"something", "else", index.ErrDamaged},
-		"bad format":      {"zformat", "x", index.ErrDamaged},
-		"earlier version": {"zformat", "\x01\x01>Rp9", index.ErrFormat},
+		"strange rows":  {"something", "else", index.ErrDamaged},
+		"bad format":    {"zformat", "x", index.ErrDamaged},
+		"later version": {"zformat", string(index.Seal("zformat", string(rune(index.Format+1)))), index.ErrFormat},
+		"no version":    {"zformat", string(index.Seal("zformat", "")), index.ErrFormat},
 	} {
 		kv := openMemory(t, new(memkv.Disk))
 		err := kv.Update(t.Context(), func(x index.Txn) error { return x.Put([]byte(c.key), []byte(c.value)) })
@@ -390,6 +391,31 @@ func TestFormat(t *testing.T) {
 		if _, err := index.New(t.Context(), kv); !errors.Is(err, c.want) {
 			t.Errorf("%s: %v, want %v", name, err, c.want)
 		}
+	}
+}
+
+// TestRenewed: an index of an earlier format is emptied when it is opened, but for its counters, and says so.
+func TestRenewed(t *testing.T) {
+	disk, ctx := new(memkv.Disk), t.Context()
+	kv := openMemory(t, disk)
+	ix := opened(t, kv)
+	apply(t, ix, adapter("a", "text", 70, aggregate("x")), index.Checkpoint{Position: 9}, index.Note{Name: "n", Value: []byte{1}})
+	err := kv.Update(ctx, func(x index.Txn) error {
+		return x.Put([]byte("zformat"), index.Seal("zformat", string(rune(index.Format-1))))
+	})
+	if err != nil || ix.Renewed() != 0 {
+		t.Fatal(err)
+	}
+	ix = opened(t, openMemory(t, disk.Copy()))
+	if ix.Renewed() != int(index.Format)-1 {
+		t.Errorf("renewed %d", ix.Renewed())
+	}
+	equal(t, "export", all(t, ix.Export(ctx)), nil)
+	if p, err := ix.Checkpoint(ctx); p != 0 || err != nil {
+		t.Error(p, err)
+	}
+	if n, err := ix.NextSeq(ctx, "a"); n <= 70 || err != nil {
+		t.Error(n, err)
 	}
 }
 

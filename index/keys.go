@@ -20,6 +20,7 @@ const (
 	tableAggregate         = 'a' // aggregate, kind, repo, ~created, manifest
 	tableBlob              = 'b' // blob, repo, number of the put, manifest: the manifest refers to the blob
 	tableContent           = 'c' // manifest, and then one of the parts below
+	tableListed            = 'd' // repo, manifest, index: the index, a manifest too, lists the manifest
 	tableExpiry            = 'e' // until, blob, repo: a lease by the time it ends
 	tableLease             = 'l' // blob, repo: size, until
 	tableManifest          = 'm' // repo, manifest, and then one of the parts below
@@ -38,7 +39,7 @@ const (
 	stateReset             = "reset" // there while Reset is at work; the last key of all
 	maxText                = 255     // bytes of a text in a key; api.MaxRepoBytes
 	maxKey                 = 1024    // bytes; the longest key has less than two texts, three digests and a time
-	formatVersion     byte = 2
+	formatVersion     byte = 3
 )
 
 // Parts of tableContent, which are the same in every repository, but for the holders.
@@ -53,6 +54,7 @@ const (
 	partRecord byte = 1 + iota // the first one: listings look no further
 	partRefers                 // the digests that it refers to
 	partTag                    // tag that points to it
+	partLists                  // the digests of the manifests that it lists, of an index
 )
 
 type key []byte
@@ -178,6 +180,8 @@ func manifestGoneKey(repo string, d identity.Digest) key {
 }
 
 func blobKey(d identity.Digest, repo string) key { return in(tableBlob).sum(d).text(repo) }
+
+func listedKey(repo string, d identity.Digest) key { return in(tableListed).text(repo).sum(d) }
 
 func leaseKey(d identity.Digest, repo string) key { return in(tableLease).sum(d).text(repo) }
 

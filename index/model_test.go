@@ -213,6 +213,15 @@ func (m *model) referred(repo string, d identity.Digest) bool {
 	})
 }
 
+func (m *model) parents(repo string, d identity.Digest) (found []identity.Digest) {
+	for _, p := range m.live() {
+		if p.Repo == repo && slices.Contains(p.Lists, d) {
+			found = append(found, p.Digest)
+		}
+	}
+	return found
+}
+
 func (m *model) visible(repo string, d identity.Digest, now time.Time) bool {
 	return m.referred(repo, d) || m.leases[name{repo, d}].After(now)
 }

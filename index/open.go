@@ -18,6 +18,7 @@ const seqBlock = 64
 type Index struct {
 	kv       KV
 	limits   limits
+	renewed  int
 	mu       sync.Mutex // guards counters
 	counters map[string]*counter
 }
@@ -30,8 +31,9 @@ type counter struct {
 	seen  uint64 // the highest number that an op carried
 }
 
-// New opens the index in kv, and makes an empty one if kv is empty. It finishes a Reset that was interrupted. Closing
-// the Index closes kv; after an error kv is still open. ErrDamaged, ErrFormat.
+// New opens the index in kv, and makes an empty one if kv is empty. It finishes a Reset that was interrupted, and resets
+// an index of an earlier format; see Renewed. Closing the Index closes kv; after an error kv is still open. ErrDamaged,
+// ErrFormat.
 func New(ctx context.Context, kv KV) (*Index, error) {
 	ix := &Index{kv: kv, limits: limits{rows: 256, bytes: 1 << 20, steps: 4096}, counters: make(map[string]*counter)}
 	resetting := false
@@ -43,7 +45,7 @@ func New(ctx context.Context, kv KV) (*Index, error) {
 		err = ix.drop(ctx)
 	}
 	if err == nil {
-		err = ix.format(ctx)
+		err = ix.renew(ctx)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("open index: %w", err)
@@ -51,27 +53,42 @@ func New(ctx context.Context, kv KV) (*Index, error) {
 	return ix, nil
 }
 
-// format checks the version of the key layout, and writes it into an empty KV.
-func (ix *Index) format(ctx context.Context) error {
-	found := false
-	err := ix.kv.View(ctx, func(x Txn) error {
-		t := tx{x}
-		b, err := t.load(stateKey(stateFormat))
-		if err != nil {
-			return err
-		}
-		if found = b != nil; !found {
-			return t.onlySequences()
-		}
-		if !bytes.Equal(b, []byte{formatVersion}) {
-			return fmt.Errorf("%w: it has format %x, this program knows %d", ErrFormat, b, formatVersion)
-		}
-		return nil
-	})
-	if err != nil || found {
+// Renewed returns the number of the earlier format in which New found the index, which is empty then and to be rebuilt
+// from the store; 0 if it was of this program's format, or new.
+func (ix *Index) Renewed() (format int) { return ix.renewed }
+
+// renew brings the KV to this program's key layout.
+func (ix *Index) renew(ctx context.Context) error {
+	was, err := ix.format(ctx)
+	if err != nil || was == formatVersion {
 		return err
 	}
-	return ix.kv.Update(ctx, func(x Txn) error { return tx{x}.store(stateKey(stateFormat), []byte{formatVersion}) })
+	ix.renewed = int(was)
+	return ix.Reset(ctx)
+}
+
+// format returns the version of the key layout, and writes it into an empty KV. ErrFormat if it is a later one.
+func (ix *Index) format(ctx context.Context) (version byte, err error) {
+	err = ix.kv.View(ctx, func(x Txn) error {
+		t := tx{x}
+		b, err := t.load(stateKey(stateFormat))
+		switch {
+		case err != nil:
+			return err
+		case b == nil:
+			return t.onlySequences()
+		case len(b) != 1 || b[0] == 0 || b[0] > formatVersion:
+			return fmt.Errorf("%w: it has format %x, this program knows %d", ErrFormat, b, formatVersion)
+		}
+		version = b[0]
+		return nil
+	})
+	if err != nil || version != 0 {
+		return version, err
+	}
+	return formatVersion, ix.kv.Update(ctx, func(x Txn) error {
+		return tx{x}.store(stateKey(stateFormat), []byte{formatVersion})
+	})
 }
 
 func (t tx) onlySequences() error {
@@ -94,7 +111,7 @@ func (ix *Index) Reset(ctx context.Context) error {
 		err = ix.drop(ctx)
 	}
 	if err == nil {
-		err = ix.format(ctx)
+		_, err = ix.format(ctx)
 	}
 	if err != nil {
 		return fmt.Errorf("reset index: %w", err)

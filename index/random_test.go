@@ -33,6 +33,7 @@ var (
 	worldKinds  = []api.Kind{"", api.KindAdapter, api.KindEval, api.KindReceipt}
 	worldTexts  = []string{"manifest 0", "manifest 1", "manifest 2", "manifest 3", "base 4", "base 5", "base 6"}
 	worldBlobs  = sums("blob 0", "blob 1", "blob 2", "manifest 1")
+	worldLists  = map[int][]string{2: {"manifest 0", "base 4"}, 3: {"manifest 2", "manifest 0", "manifest 2"}} // by text
 	worldBases  = []identity.Manifest{shards("x.safetensors"), shards("a.safetensors", "b.safetensors")}
 	worldIDs    = []string{"upload-1", "upload-2"}
 	worldSecond = 40 // the clock of the test goes from 0 to this
@@ -193,6 +194,7 @@ func (w *world) push(r *rapid.T) (ops []index.Op) {
 		p.Annotations = map[string]string{"b": worldTexts[i], "a": ""}
 	}
 	p.Refers = rapid.SliceOfN(rapid.SampledFrom(worldBlobs), 0, 4).Draw(r, "refers")
+	p.Lists = sums(worldLists[i]...)
 	p.Seq = w.seq(r, p.Repo)
 	ops = append(ops, p)
 	for range rapid.IntRange(0, 2).Draw(r, "tags") {
@@ -371,6 +373,7 @@ func (w *world) checkNames(r *rapid.T) {
 				r.Fatal(err)
 			}
 			equal(r, "tags of "+repo+"@"+d.String(), tags, w.model.tagsOf(repo, d))
+			equal(r, "parents in "+repo+" of "+d.String(), all(r, w.ix.Parents(ctx, repo, d)), w.model.parents(repo, d))
 		}
 		for _, ref := range refs {
 			want, ok := w.model.resolve(repo, ref)

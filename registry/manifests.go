@@ -227,26 +227,16 @@ func immutable(repo, tag string, d identity.Digest) error {
 }
 
 // checkDelete refuses to delete an immutable tag, or a manifest that one keeps: it names it, or an index that lists it.
-// lists are the indexes that were read before.
-func (r *Registry) checkDelete(
-	ctx context.Context, repo string, ref api.Ref, d identity.Digest, lists children,
-) error {
+func (r *Registry) checkDelete(ctx context.Context, repo string, ref api.Ref, d identity.Digest) error {
 	if ref.Tag != "" {
 		if r.immutable.Match(repo, ref.Tag) {
 			return immutable(repo, ref.Tag, d)
 		}
 		return nil
 	}
-	if err := r.readIndexes(ctx, repo, lists); err != nil {
-		return err
-	}
-	seen := map[identity.Digest]bool{}
+	seen := map[identity.Digest]bool{d: true}
 	for todo := []identity.Digest{d}; len(todo) > 0; todo = todo[1:] {
 		at := todo[0]
-		if seen[at] {
-			continue
-		}
-		seen[at] = true
 		tags, err := r.ix.TagsOf(ctx, repo, at)
 		if err != nil {
 			return err
@@ -256,8 +246,12 @@ func (r *Registry) checkDelete(
 				return immutable(repo, tag, at)
 			}
 		}
-		for parent, listed := range lists {
-			if slices.Contains(listed, at) {
+		for parent, err := range r.ix.Parents(ctx, repo, at) {
+			if err != nil {
+				return err
+			}
+			if !seen[parent] {
+				seen[parent] = true
 				todo = append(todo, parent)
 			}
 		}
@@ -375,7 +369,7 @@ func recordOf(repo string, m classify.Manifest, body []byte, f classify.Finding)
 			Kind: f.Kind, State: f.State, Packaging: f.Packaging, Aggregate: f.Aggregate, Evidence: f.Evidence,
 			ShardCount: len(f.Shards.Shards), TotalSize: f.Shards.TotalSize,
 		},
-		Manifest: body, Refers: m.Refers(), Shards: f.Shards,
+		Manifest: body, Refers: m.Refers(), Lists: m.Lists(), Shards: f.Shards,
 	}
 }
 
@@ -493,26 +487,19 @@ func (r *Registry) DeleteManifest(ctx context.Context, c access.Caller, repo str
 	if ref.Tag == "" || r.immutable.MatchRepo(repo) {
 		hold = func() (release func()) { return r.holdRepo(repo) }
 	}
-	lists := children{}
-	if ref.Tag == "" && r.immutable.MatchRepo(repo) {
-		// They are read before everybody else is kept out: what is left to read then is what came in between.
-		if err := r.readIndexes(ctx, repo, lists); err != nil {
-			return err
-		}
-	}
-	return r.decide(ctx, hold, func() error { return r.deleteNow(ctx, repo, ref, lists) })
+	return r.decide(ctx, hold, func() error { return r.deleteNow(ctx, repo, ref) })
 }
 
 // deleteNow is a part of decide. For a manifest, and where tags may be immutable, it has holdRepo, so that no tag moves
 // meanwhile, and for a manifest inOrder. Tags that are too many for one change go first: the manifest stays until none
 // of them is left.
-func (r *Registry) deleteNow(ctx context.Context, repo string, ref api.Ref, lists children) error {
+func (r *Registry) deleteNow(ctx context.Context, repo string, ref api.Ref) error {
 	rec, err := r.ix.Get(ctx, repo, ref.String())
 	if err != nil {
 		return unknownManifest(err, repo, ref)
 	}
 	if r.immutable.MatchRepo(repo) {
-		if err := r.checkDelete(ctx, repo, ref, rec.Digest, lists); err != nil {
+		if err := r.checkDelete(ctx, repo, ref, rec.Digest); err != nil {
 			return err
 		}
 	}

@@ -81,6 +81,14 @@ func (m Manifest) Refers() []identity.Digest {
 	return out
 }
 
+// Lists returns the digests of the manifests that an index lists.
+func (m Manifest) Lists() (out []identity.Digest) {
+	for _, d := range m.Children {
+		out = append(out, d.Digest)
+	}
+	return out
+}
+
 // Name is the file name that the descriptor gives its blob, unchecked; empty if there is none or there are two.
 func (d Descriptor) Name() string {
 	name, _ := api.LayerName(d.Annotations)
