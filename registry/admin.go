@@ -5,19 +5,15 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
-	"math"
 	"net/http"
-	"net/url"
-	"slices"
-	"strconv"
 	"time"
 
 	"github.com/kiln-registry/kiln-registry/api"
 	"github.com/kiln-registry/kiln-registry/blobstore"
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/index"
-	"github.com/kiln-registry/kiln-registry/registry/access"
 	"github.com/kiln-registry/kiln-registry/registry/classify"
+	"github.com/kiln-registry/kiln-registry/registry/prune"
 
 	"github.com/kiln-registry/kiln-registry/registry/upkeep"
 )
@@ -36,202 +32,39 @@ func (r *Registry) Export(ctx context.Context, w io.Writer) error {
 	return nil
 }
 
-// Retention says which manifests may go: in each of some repositories those of a kind, but the newest ones. A manifest
-// that a tag names, or that another manifest of its repository refers to, never goes, nor a base of which anything is
-// known to be made.
-type Retention struct {
-	Repos  []string // globs of repositories, as in the rules of access
-	Kind   api.Kind
-	Keep   int  // how many of the newest stay in any case
-	DryRun bool // change nothing
-}
-
-// Retired is a manifest that went, or would.
-type Retired struct {
-	Repository string          `json:"repository"`
-	Digest     identity.Digest `json:"digest"`
-	Created    time.Time       `json:"created"`
-	Bytes      int64           `json:"bytes"` // of its blobs, which others may share
-}
-
-// Retained counts the manifests that a retention was about.
-type Retained struct {
-	DryRun   bool  `json:"dry_run"`
-	Found    int   `json:"found"`
-	Newest   int   `json:"newest"`   // stay as they are new
-	Referred int   `json:"referred"` // are old, and stay as something names them
-	Retired  int   `json:"retired"`  // went, or would
-	Bytes    int64 `json:"bytes"`    // of the blobs of those
-}
-
-// Query returns t in the form that RetentionOf reads.
-func (t Retention) Query() url.Values {
-	q := url.Values{"repo": t.Repos, "kind": {string(t.Kind)}, "keep": {strconv.Itoa(t.Keep)}}
-	if t.DryRun {
-		q.Set("dry-run", "true")
+// newPruner returns what drops what somebody asks to be dropped from r.
+func newPruner(r *Registry) *prune.Pruner {
+	return &prune.Pruner{
+		Index: r.ix, Uploads: r.uploads, Now: r.now, ReadOnly: r.readOnly, Level: r.catchUp, Listed: r.listed,
+		Hold: func(ctx context.Context, repo string, do func() error) error {
+			return r.decide(ctx, func() (release func()) { return r.holdRepo(repo) }, do)
+		},
+		Delete: r.deleteOld, Drop: r.drop,
 	}
-	return q
 }
 
-// RetentionOf reads what Query wrote.
-func RetentionOf(q url.Values) Retention {
-	keep, err := strconv.Atoi(q.Get("keep"))
-	if err != nil {
-		keep = math.MaxInt
-	}
-	return Retention{Repos: q["repo"], Kind: api.Kind(q.Get("kind")), Keep: keep, DryRun: q.Has("dry-run")}
-}
-
-// RetentionEvent is one line of what a retention tells: a manifest that goes or, at the end, what it came to.
-type RetentionEvent struct {
-	Retired  *Retired  `json:"retired,omitempty"`
-	Retained *Retained `json:"retained,omitempty"`
-	Error    string    `json:"error,omitempty"` // why it ended before its time
-}
-
-// Retain deletes old manifests, repository by repository, and tells gone of each. Pushes to a repository wait while it
-// is at work there. The bytes stay until blobs that nothing refers to are collected. ErrUnauthorized or ErrDenied for a
-// caller who may not delete in one of the repositories, ErrParameterInvalid for what is no glob, ErrUnavailable while the
-// index is not level with the store; what it returns is true also with an error.
-func (r *Registry) Retain(
-	ctx context.Context, c access.Caller, t Retention, gone func(Retired) error,
-) (Retained, error) {
-	did := Retained{DryRun: t.DryRun}
-	repos, err := access.ParseRepositories(t.Repos)
-	if err != nil {
-		return did, api.Errorf(api.CodeParameterInvalid, "%v", err)
-	}
-	if err := r.catchUp(ctx); err != nil {
-		return did, err
-	}
-	for repo, err := range r.ix.Repos(ctx, "") {
-		if err != nil {
-			return did, err
-		}
-		if !repos.Match(repo) {
-			continue
-		}
-		if err := c.Check(access.Delete, repo); err != nil {
-			return did, err
-		}
-		hold := func() (release func()) { return r.holdRepo(repo) }
-		err := r.decide(ctx, hold, func() error { return r.retain(ctx, repo, t, &did, gone) })
-		if err != nil {
-			return did, fmt.Errorf("repository %s: %w", repo, err)
-		}
-	}
-	return did, nil
-}
-
-// retireAtOnce is how many manifests go in one change.
-const retireAtOnce = 256
-
-// retain is a part of decide, with holdRepo.
-func (r *Registry) retain(
-	ctx context.Context, repo string, t Retention, did *Retained, gone func(Retired) error,
-) error {
-	lists, listed := children{}, map[identity.Digest]bool{}
-	if err := r.readIndexes(ctx, repo, lists); err != nil {
-		return err
-	}
-	for _, ds := range lists {
+// listed returns the manifests that the indexes of a repository list, each with the index that does.
+func (r *Registry) listed(ctx context.Context, repo string) (map[identity.Digest]identity.Digest, error) {
+	lists, listed := children{}, map[identity.Digest]identity.Digest{}
+	err := r.readIndexes(ctx, repo, lists)
+	for list, ds := range lists {
 		for _, d := range ds {
-			listed[d] = true
+			listed[d] = list
 		}
 	}
-	var old []index.Record
-	n := 0
-	for rec, err := range r.ix.Find(ctx, index.Query{Repo: repo}) { // the newest first
-		if err != nil {
-			return err
-		}
-		if rec.Kind != t.Kind {
-			continue
-		}
-		did.Found++
-		if n++; n <= t.Keep {
-			did.Newest++
-			continue
-		}
-		referred := listed[rec.Digest]
-		if !referred {
-			if referred, err = r.named(ctx, rec); err != nil {
-				return err
-			}
-		}
-		if referred {
-			did.Referred++
-			continue
-		}
-		old = append(old, rec)
-	}
-	for some := range slices.Chunk(old, retireAtOnce) {
-		if err := r.retire(ctx, some, t.DryRun, did, gone); err != nil {
-			return err
-		}
-	}
-	return nil
+	return listed, err
 }
 
-// named says whether anything but an index names a manifest, or the base that it is.
-func (r *Registry) named(ctx context.Context, rec index.Record) (bool, error) {
-	tags, err := r.ix.TagsOf(ctx, rec.Repo, rec.Digest)
-	if err != nil || len(tags) > 0 {
-		return true, err
-	}
-	for _, err := range r.ix.Find(ctx, index.Query{Repo: rec.Repo, Subject: rec.Digest}) {
-		return true, err
-	}
-	if rec.Kind != api.KindBase || rec.Aggregate.IsZero() {
-		return false, nil
-	}
-	for o, err := range r.ix.Find(ctx, index.Query{Aggregate: rec.Aggregate}) {
-		if err != nil || o.Kind != api.KindBase {
-			return true, err
+// deleteOld deletes manifests of one repository that no tag names. It is a part of decide, with holdRepo.
+func (r *Registry) deleteOld(ctx context.Context, old []index.Record) error {
+	return r.change(ctx, old[0].Repo, func(seq uint64) (refs []blobstore.Ref, ops []index.Op) {
+		for _, rec := range old {
+			refs = append(refs, blobstore.Ref{Repo: rec.Repo, Name: rec.Digest.String(), Seq: seq, Deleted: true,
+				Digest: rec.Digest, MediaType: rec.MediaType, Time: r.now()})
+			ops = append(ops, index.DeleteManifest{Repo: rec.Repo, Digest: rec.Digest, Seq: seq})
 		}
-	}
-	return false, nil
-}
-
-// retire deletes manifests of one repository that no tag names.
-func (r *Registry) retire(
-	ctx context.Context, old []index.Record, dry bool, did *Retained, gone func(Retired) error,
-) error {
-	rows := make([]Retired, len(old))
-	for i, rec := range old {
-		_, body, err := r.ix.Manifest(ctx, rec.Repo, rec.Digest.String())
-		if err != nil {
-			return err
-		}
-		m, err := classify.Parse(rec.MediaType, body)
-		if err != nil {
-			return fmt.Errorf("manifest %s: %w", rec.Digest, err)
-		}
-		rows[i] = Retired{Repository: rec.Repo, Digest: rec.Digest, Created: rec.Created}
-		for _, b := range m.Blobs() {
-			rows[i].Bytes += b.Size
-		}
-	}
-	if !dry {
-		err := r.change(ctx, old[0].Repo, func(seq uint64) (refs []blobstore.Ref, ops []index.Op) {
-			for _, rec := range old {
-				refs = append(refs, blobstore.Ref{Repo: rec.Repo, Name: rec.Digest.String(), Seq: seq, Deleted: true,
-					Digest: rec.Digest, MediaType: rec.MediaType, Time: r.now()})
-				ops = append(ops, index.DeleteManifest{Repo: rec.Repo, Digest: rec.Digest, Seq: seq})
-			}
-			return refs, ops
-		})
-		if err != nil {
-			return err
-		}
-	}
-	for _, row := range rows {
-		did.Retired, did.Bytes = did.Retired+1, did.Bytes+row.Bytes
-		if err := gone(row); err != nil {
-			return err
-		}
-	}
-	return nil
+		return refs, ops
+	})
 }
 
 // Replay brings the index level with the store and makes the registry ready. It classifies again what the index lacks,
@@ -391,7 +224,7 @@ func (re *replay) baseOf(ctx context.Context, repo string, d identity.Digest) (i
 //	GET  /export   what Export writes
 //	POST /reindex  Reindex; answers when it has ended
 //	GET  /health   Health
-//	POST /retain   Retain, by RetentionOf its query; answers with RetentionEvents, one a line
+//	POST /retain, POST /purge  what prune.Pruner's Handler has
 //
 // and what upkeep.Handler has.
 func (r *Registry) Admin() http.Handler {
@@ -409,21 +242,12 @@ func (r *Registry) Admin() http.Handler {
 			http.Error(w, err.Error(), http.StatusInternalServerError)
 		}
 	})
-	m.HandleFunc("POST /retain", func(w http.ResponseWriter, q *http.Request) {
-		enc := json.NewEncoder(w)
-		did, err := r.Retain(q.Context(), access.Everyone(), RetentionOf(q.URL.Query()), func(row Retired) error {
-			return enc.Encode(RetentionEvent{Retired: &row})
-		})
-		last := RetentionEvent{Retained: &did}
-		if err != nil {
-			last.Error = err.Error()
-		}
-		_ = enc.Encode(last) // it fails where the reader is gone
-	})
 	m.HandleFunc("GET /health", func(w http.ResponseWriter, q *http.Request) {
 		w.Header().Set("Content-Type", "application/json")
 		_ = json.NewEncoder(w).Encode(r.Health()) // it fails where the reader is gone
 	})
+	m.Handle("POST /retain", r.pruner.Handler())
+	m.Handle("POST /purge", r.pruner.Handler())
 	m.Handle("/", upkeep.Handler(r.collector, r.scrubber))
 	return m
 }

@@ -21,6 +21,7 @@ import (
 	"github.com/kiln-registry/kiln-registry/blobstore"
 	"github.com/kiln-registry/kiln-registry/index"
 	"github.com/kiln-registry/kiln-registry/registry/access"
+	"github.com/kiln-registry/kiln-registry/registry/prune"
 	"github.com/kiln-registry/kiln-registry/registry/upkeep"
 )
 
@@ -95,6 +96,7 @@ type Registry struct {
 	locks     upkeep.Locks // held for a digest while something is made to refer to it
 	collector *upkeep.Collector
 	scrubber  *upkeep.Scrubber
+	pruner    *prune.Pruner
 	aside     aside
 }
 
@@ -132,6 +134,7 @@ func New(c Config) (*Registry, error) {
 	r.aside.at = -1
 	r.scrubber = upkeep.NewScrubber(c.Store, c.Index, c.Log, r.now, r.aside.changed)
 	r.scrubber.ReadOnly = c.ReadOnly
+	r.pruner = newPruner(r)
 	r.router = newRouter(r)
 	return r, nil
 }
@@ -234,6 +237,9 @@ func (r *Registry) Collector() *upkeep.Collector { return r.collector }
 
 // Scrubber returns what reads the blobs again.
 func (r *Registry) Scrubber() *upkeep.Scrubber { return r.scrubber }
+
+// Pruner returns what drops old manifests and abandoned uploads when somebody asks for it.
+func (r *Registry) Pruner() *prune.Pruner { return r.pruner }
 
 // errBehind: a change was perhaps kept by the store, and not by the index.
 var errBehind = fmt.Errorf("%w: the store may hold changes that it lacks", upkeep.ErrNotLevel)

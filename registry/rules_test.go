@@ -20,7 +20,9 @@ import (
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/registry"
 	"github.com/kiln-registry/kiln-registry/registry/access"
+	"github.com/kiln-registry/kiln-registry/registry/prune"
 	"github.com/kiln-registry/kiln-registry/registry/upkeep"
+	v1 "github.com/opencontainers/image-spec/specs-go/v1"
 )
 
 // restart starts the registry again with another configuration.
@@ -62,9 +64,9 @@ func TestReadOnly(t *testing.T) {
 	}
 	s.want(200, "POST", api.PathCompare, fmt.Appendf(nil,
 		`{"a":{"reference":"team/model:v1"},"b":{"reference":"team/model@%s"}}`, d))
-	retention := registry.Retention{Repos: []string{"**"}, Kind: api.KindBase}
-	untagged := func(registry.Retired) error { return nil }
-	if _, err := s.reg.Retain(t.Context(), access.Everyone(), retention, untagged); err != nil { // nothing to do
+	retention := prune.Retention{Repos: []string{"**"}, Kind: api.KindBase}
+	untagged := func(prune.Manifest) error { return nil }
+	if _, err := s.reg.Pruner().Retain(t.Context(), access.Everyone(), retention, untagged); err != nil { // nothing to do
 		t.Error(err)
 	}
 	if _, err := s.reg.Collector().Collect(t.Context(), upkeep.Terms{}); !errors.Is(err, upkeep.ErrReadOnly) {
@@ -275,11 +277,16 @@ func TestRetain(t *testing.T) {
 	before := s.export()
 
 	var gone []identity.Digest
-	retain := func(dry bool, c access.Caller) (registry.Retained, error) {
-		gone = nil
-		return s.reg.Retain(t.Context(), c, registry.Retention{
+	var kept map[identity.Digest]string
+	retain := func(dry bool, c access.Caller) (prune.Retained, error) {
+		gone, kept = nil, map[identity.Digest]string{}
+		return s.reg.Pruner().Retain(t.Context(), c, prune.Retention{
 			Repos: []string{"team/**"}, Kind: api.KindCheckpoint, Keep: 3, DryRun: dry,
-		}, func(r registry.Retired) error {
+		}, func(r prune.Manifest) error {
+			if r.Kept != "" {
+				kept[r.Digest] = r.Kept
+				return nil
+			}
 			if r.Repository != "team/run" || r.Bytes != 9 || r.Created.IsZero() {
 				t.Errorf("%+v", r)
 			}
@@ -287,10 +294,18 @@ func TestRetain(t *testing.T) {
 			return nil
 		})
 	}
-	want := registry.Retained{DryRun: true, Found: 8, Newest: 3, Referred: 3, Retired: 2, Bytes: 18}
+	want := prune.Retained{DryRun: true, Found: 8, Newest: 3, Referred: 3, Retired: 2, Bytes: 18}
 	goes := []identity.Digest{all[4], all[3]}
 	if did, err := retain(true, access.Everyone()); err != nil || did != want || !slices.Equal(gone, goes) {
 		t.Fatalf("%+v, %v, %v", did, err, gone)
+	}
+	for d, why := range map[identity.Digest]string{
+		all[0]: "tag best", all[1]: fmt.Sprintf("manifest team/run@%s refers to it", identity.Sum(eval)),
+		all[2]: fmt.Sprintf("index %s lists it", identity.Sum(list)), all[7]: "among the newest 3",
+	} {
+		if kept[d] != why || len(kept) != 6 {
+			t.Errorf("%s is kept as %q, want %q; %d are", d, kept[d], why, len(kept))
+		}
 	}
 	if _, err := retain(false, access.Caller{}); err == nil || s.export() != before {
 		t.Fatal("a dry run, or a caller without rights, changed something:", err)
@@ -306,7 +321,7 @@ func TestRetain(t *testing.T) {
 		}
 		s.want(status, "GET", api.PathManifest("team/run", d.String()), nil)
 	}
-	if _, err := s.reg.Retain(t.Context(), access.Everyone(), registry.Retention{Repos: []string{"A"}}, nil); err == nil {
+	if _, err := s.reg.Pruner().Retain(t.Context(), access.Everyone(), prune.Retention{Repos: []string{"A"}}, nil); err == nil {
 		t.Error("a glob that is none was taken")
 	}
 	if did, err := retain(false, access.Everyone()); err != nil || did.Retired != 0 {
@@ -317,10 +332,58 @@ func TestRetain(t *testing.T) {
 		t.Error("an index made anew is another one:", err)
 	}
 	s.restart(func(c *registry.Config) { c.ReadOnly = true })
-	if _, err := s.reg.Retain(t.Context(), access.Everyone(), registry.Retention{
+	if _, err := s.reg.Pruner().Retain(t.Context(), access.Everyone(), prune.Retention{
 		Repos: []string{"**"}, Kind: api.KindCheckpoint,
-	}, func(registry.Retired) error { return nil }); err == nil || s.export() != after {
+	}, func(prune.Manifest) error { return nil }); err == nil || s.export() != after {
 		t.Error("a read-only registry let something go:", err)
+	}
+}
+
+// The newest of each name stay, and what a manifest of another repository refers to.
+func TestRetainByName(t *testing.T) {
+	s := newServer(t)
+	now := time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC)
+	s.clock = func() time.Time { now = now.Add(time.Second); return now }
+	s.restart(nil)
+	checkpoint := func(repo, name string, n int) (d identity.Digest) {
+		t.Helper()
+		notes := map[string]string{"n": fmt.Sprint(n), api.AnnotationKind: string(api.KindCheckpoint)}
+		if name != "" {
+			notes[v1.AnnotationTitle] = name
+		}
+		m := s.manifest(repo, nil, map[string]any{"artifactType": api.ArtifactTypeCheckpoint, "annotations": notes})
+		if a := s.put(repo, identity.Sum(m).String(), m); a.status != 201 {
+			t.Fatal(a)
+		}
+		return identity.Sum(m)
+	}
+	red := []identity.Digest{checkpoint("team/run", "red", 1), checkpoint("team/run", "red", 2)}
+	none := []identity.Digest{checkpoint("team/run", "", 3), checkpoint("team/run", "", 4)}
+	blue := []identity.Digest{
+		checkpoint("team/run", "blue", 5), checkpoint("team/run", "blue", 6), checkpoint("team/run", "blue", 7),
+	}
+	checkpoint("team/other", "red", 8)
+	adapter := s.manifest("lab/adapters", nil, map[string]any{
+		"artifactType": api.ArtifactTypeAdapter, "annotations": map[string]string{api.AnnotationKind: string(api.KindAdapter)},
+		"subject": desc{"mediaType": manifestType, "digest": blue[0].String(), "size": 1},
+	})
+	if a := s.put("lab/adapters", "v1", adapter); a.status != 201 {
+		t.Fatal(a)
+	}
+	var gone []identity.Digest
+	retention := prune.Retention{Repos: []string{"team/**"}, Kind: api.KindCheckpoint, Keep: 1}
+	tell := func(m prune.Manifest) error {
+		gone = append(gone, m.Digest)
+		return nil
+	}
+	did, err := s.reg.Pruner().Retain(t.Context(), access.Everyone(), retention, tell)
+	want := []identity.Digest{blue[1], none[0], red[0]}
+	if err != nil || !slices.Equal(gone, want) || did.Found != 8 || did.Newest != 4 || did.Referred != 1 {
+		t.Errorf("%+v, %v: %v, want %v", did, err, gone, want)
+	}
+	retention.Repos = []string{"team/run", "team/nosuch"}
+	if _, err := s.reg.Pruner().Retain(t.Context(), access.Everyone(), retention, tell); !errors.Is(err, api.ErrNameUnknown) {
+		t.Error("a repository that there is not:", err)
 	}
 }
 
@@ -336,8 +399,8 @@ func TestRetainOfBases(t *testing.T) {
 		t.Fatal(a)
 	}
 	var gone []identity.Digest
-	retention := registry.Retention{Repos: []string{"**"}, Kind: api.KindBase}
-	did, err := s.reg.Retain(t.Context(), access.Everyone(), retention, func(r registry.Retired) error {
+	retention := prune.Retention{Repos: []string{"**"}, Kind: api.KindBase}
+	did, err := s.reg.Pruner().Retain(t.Context(), access.Everyone(), retention, func(r prune.Manifest) error {
 		gone = append(gone, r.Digest)
 		return nil
 	})
@@ -436,8 +499,8 @@ func TestRulesHoldWhileTheIndexIsMadeAnew(t *testing.T) {
 			return s.reg.DeleteManifest(s.t.Context(), everybody, repo, api.Ref{Digest: identity.Sum(kept)})
 		},
 		"retain": func(s *server, _, _ []byte) error {
-			retention := registry.Retention{Repos: []string{"**"}}
-			_, err := s.reg.Retain(s.t.Context(), everybody, retention, func(registry.Retired) error { return nil })
+			retention := prune.Retention{Repos: []string{"**"}}
+			_, err := s.reg.Pruner().Retain(s.t.Context(), everybody, retention, func(prune.Manifest) error { return nil })
 			return err
 		},
 	} {

@@ -16,7 +16,7 @@ import (
 func Commands(stderr io.Writer) []*cobra.Command {
 	return []*cobra.Command{
 		tokenCommand(), exportCommand(stderr), reindexCommand(stderr), copyCommand(stderr), retainCommand(stderr),
-		gcCommand(stderr), scrubCommand(stderr),
+		purgeCommand(stderr), gcCommand(stderr), scrubCommand(stderr),
 	}
 }
 

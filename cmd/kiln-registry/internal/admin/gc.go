@@ -60,7 +60,8 @@ func (c *collecting) check() error {
 // run has the server do it, or does it where none runs.
 func (c *collecting) run(ctx context.Context, stdout, stderr io.Writer) error {
 	show := collectShow{json: c.json, out: stdout, notes: stderr}
-	err := tell(ctx, c.Home, http.MethodPost, "/collect?"+c.Query().Encode(), stderr, show.event, func(p *home.Parts) error {
+	o := upkeepOrder(http.MethodPost, "/collect?"+c.Query().Encode(), show.event)
+	err := o.give(ctx, c.Home, stderr, func(p *home.Parts) error {
 		return p.Registry.Collector().Tell(ctx, c.Terms, show.event)
 	})
 	switch {

@@ -1,12 +1,11 @@
 package admin
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"io"
-	"net/http"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -14,14 +13,14 @@ import (
 	"github.com/kiln-registry/kiln-registry/api"
 	"github.com/kiln-registry/kiln-registry/cmd/kiln-registry/internal/home"
 	"github.com/kiln-registry/kiln-registry/internal/cli"
-	"github.com/kiln-registry/kiln-registry/registry"
 	"github.com/kiln-registry/kiln-registry/registry/access"
+	"github.com/kiln-registry/kiln-registry/registry/prune"
 )
 
 // retaining is what retain was asked for.
 type retaining struct {
 	home.Flags
-	registry.Retention
+	prune.Retention
 	kind string
 	yes  bool
 	json bool
@@ -33,11 +32,12 @@ func retainCommand(stderr io.Writer) *cobra.Command {
 	var r retaining
 	cmd := &cobra.Command{
 		Use: "retain --keep N --repo PATTERN", Short: "Delete old checkpoints, all but the newest", Args: cobra.NoArgs,
-		Long: `Delete old checkpoints, all but the newest of each repository. What a tag names stays, and what another
-manifest of the repository refers to: by its subject, or as an index that lists it. A base stays as long as anything is
-known to be made from it.
+		Long: `Delete old checkpoints: in each repository all but the --keep newest of each name. What a tag names stays, what
+an index lists, and what another manifest refers to: an adapter, an eval, a statement. A base stays as long as anything
+is known to be made from it. The name is the one that the artifact gives itself; those without one count together.
 
-Without --yes it only says what would go. The bytes are given back by the next collection: kiln-registry gc.`,
+Without --yes it only says what would go, and why the others stay. The bytes are given back by the next collection:
+kiln-registry gc.`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if err := r.check(); err != nil {
 				return err
@@ -48,7 +48,7 @@ Without --yes it only says what would go. The bytes are given back by the next c
 	r.Flags.Bind(cmd)
 	f := cmd.Flags()
 	f.StringSliceVar(&r.Repos, "repo", nil, "repository or glob, as team/**; may be repeated (needed)")
-	f.IntVar(&r.Keep, "keep", 0, "how many of the newest stay in any case (needed)")
+	f.IntVar(&r.Keep, "keep", 0, "how many of the newest of a name stay in any case (needed)")
 	f.StringVar(&r.kind, "kind", string(api.KindCheckpoint), "which manifests: "+kinds)
 	f.BoolVar(&r.DryRun, "dry-run", false, "only say what would go, which is what it does without --yes")
 	f.BoolVar(&r.yes, "yes", false, "delete")
@@ -83,20 +83,10 @@ func (r *retaining) check() error {
 // run has the server do it, or does it where none runs.
 func (r *retaining) run(ctx context.Context, stdout, stderr io.Writer) error {
 	show := retainShow{json: r.json, kind: r.kind, out: stdout, notes: stderr}
-	resp, err := r.Ask(ctx, http.MethodPost, "/retain?"+r.Query().Encode())
-	switch {
-	case err == nil:
-		defer resp.Body.Close()
-		return show.answer(resp.Body)
-	case !errors.Is(err, home.ErrNoServer):
-		return err
-	}
-	return r.WithParts(ctx, false, stderr, func(p *home.Parts) error {
-		did, err := p.Registry.Retain(ctx, access.Everyone(), r.Retention, func(row registry.Retired) error {
-			return show.event(registry.RetentionEvent{Retired: &row})
-		})
-		return errors.Join(err, show.event(registry.RetentionEvent{Retained: &did}))
-	})
+	o := pruneOrder("/retain?"+r.Query().Encode(), show.event)
+	return pruneError(o.give(ctx, r.Home, stderr, func(p *home.Parts) error {
+		return p.Registry.Pruner().TellRetain(ctx, r.Retention, show.event)
+	}))
 }
 
 // retainShow writes what a retention tells.
@@ -106,32 +96,18 @@ type retainShow struct {
 	out, notes io.Writer
 }
 
-// answer shows what the server tells, which must come to an end.
-func (s retainShow) answer(body io.Reader) error {
-	for dec := json.NewDecoder(body); ; {
-		var e registry.RetentionEvent
-		if err := dec.Decode(&e); err != nil {
-			return cli.Exit(cli.CodeTryAgain, fmt.Errorf("the server did not answer to the end: %w", err))
-		}
-		if err := s.event(e); err != nil {
-			return err
-		}
-		switch {
-		case e.Error != "":
-			return fmt.Errorf("server: %s", e.Error)
-		case e.Retained != nil:
-			return nil
-		}
-	}
-}
-
-func (s retainShow) event(e registry.RetentionEvent) (err error) {
+func (s retainShow) event(e prune.Event) (err error) {
 	switch {
 	case s.json:
 		return json.NewEncoder(s.out).Encode(e)
-	case e.Retired != nil:
-		_, err = fmt.Fprintf(s.out, "%s@%s\t%s\t%s\n", e.Retired.Repository, e.Retired.Digest,
-			e.Retired.Created.UTC().Format(time.RFC3339), cli.Bytes(e.Retired.Bytes))
+	case e.Manifest != nil:
+		m := e.Manifest
+		fate := "kept: " + m.Kept
+		if m.Kept == "" {
+			fate = "goes, " + cli.Bytes(m.Bytes)
+		}
+		_, err = fmt.Fprintf(s.out, "%s@%s\t%s\t%s\t%s\n", m.Repository, m.Digest, cmp.Or(m.Name, "-"),
+			m.Created.UTC().Format(time.RFC3339), fate)
 	case e.Retained != nil:
 		d := e.Retained
 		end := "deleted; kiln-registry gc gives the space back"

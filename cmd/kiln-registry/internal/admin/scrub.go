@@ -75,11 +75,12 @@ func (s *scrubbing) check(args []string) error {
 func (s *scrubbing) run(ctx context.Context, stdout, stderr io.Writer) error {
 	show := scrubShow{json: s.json, named: len(s.Digests) > 0, out: stdout, notes: stderr}
 	if s.list {
-		return tell(ctx, s.Home, http.MethodGet, "/aside", stderr, show.event, func(p *home.Parts) error {
+		return upkeepOrder(http.MethodGet, "/aside", show.event).give(ctx, s.Home, stderr, func(p *home.Parts) error {
 			return p.Registry.Scrubber().TellAside(ctx, show.event)
 		})
 	}
-	err := tell(ctx, s.Home, http.MethodPost, "/scrub?"+s.Query().Encode(), stderr, show.event, func(p *home.Parts) error {
+	o := upkeepOrder(http.MethodPost, "/scrub?"+s.Query().Encode(), show.event)
+	err := o.give(ctx, s.Home, stderr, func(p *home.Parts) error {
 		return p.Registry.Scrubber().Tell(ctx, s.Order, show.event)
 	})
 	if err == nil && show.bad > 0 {
