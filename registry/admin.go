@@ -35,24 +35,12 @@ func (r *Registry) Export(ctx context.Context, w io.Writer) error {
 // newPruner returns what drops what somebody asks to be dropped from r.
 func newPruner(r *Registry) *prune.Pruner {
 	return &prune.Pruner{
-		Index: r.ix, Uploads: r.uploads, Now: r.now, ReadOnly: r.readOnly, Level: r.catchUp, Listed: r.listed,
+		Index: r.ix, Uploads: r.uploads, Now: r.now, ReadOnly: r.readOnly, Level: r.catchUp,
 		Hold: func(ctx context.Context, repo string, do func() error) error {
 			return r.decide(ctx, func() (release func()) { return r.holdRepo(repo) }, do)
 		},
 		Delete: r.deleteOld, Drop: r.drop,
 	}
-}
-
-// listed returns the manifests that the indexes of a repository list, each with the index that does.
-func (r *Registry) listed(ctx context.Context, repo string) (map[identity.Digest]identity.Digest, error) {
-	lists, listed := children{}, map[identity.Digest]identity.Digest{}
-	err := r.readIndexes(ctx, repo, lists)
-	for list, ds := range lists {
-		for _, d := range ds {
-			listed[d] = list
-		}
-	}
-	return listed, err
 }
 
 // deleteOld deletes manifests of one repository that no tag names. It is a part of decide, with holdRepo.

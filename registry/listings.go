@@ -3,9 +3,6 @@ package registry
 import (
 	"context"
 	"encoding/json"
-	"errors"
-	"fmt"
-	"maps"
 	"net/http"
 	"net/url"
 	"strconv"
@@ -18,7 +15,6 @@ import (
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/index"
 	"github.com/kiln-registry/kiln-registry/registry/access"
-	"github.com/kiln-registry/kiln-registry/registry/classify"
 )
 
 const (
@@ -150,41 +146,4 @@ func (r *Registry) getReferrers(w *response, q *request) error {
 		return err
 	}
 	return w.bytes(q, http.StatusOK, v1.MediaTypeImageIndex, b)
-}
-
-// children are the manifests that indexes list, by the digest of the index, for which they never change.
-type children map[identity.Digest][]identity.Digest
-
-// readIndexes makes lists those of the indexes that the repository has. It reads none that is in there.
-func (r *Registry) readIndexes(ctx context.Context, repo string, lists children) error {
-	there := map[identity.Digest]bool{}
-	for rec, err := range r.ix.Find(ctx, index.Query{Repo: repo}) {
-		if err != nil {
-			return err
-		}
-		if !(classify.Manifest{MediaType: rec.MediaType}).IsIndex() {
-			continue
-		}
-		there[rec.Digest] = true
-		if _, known := lists[rec.Digest]; known {
-			continue
-		}
-		_, body, err := r.ix.Manifest(ctx, repo, rec.Digest.String())
-		if errors.Is(err, index.ErrNotFound) {
-			continue // deleted meanwhile
-		}
-		if err != nil {
-			return err
-		}
-		m, err := classify.Parse(rec.MediaType, body)
-		if err != nil {
-			return fmt.Errorf("manifest %s of %s: %w", rec.Digest, repo, err)
-		}
-		lists[rec.Digest] = make([]identity.Digest, len(m.Children))
-		for i, c := range m.Children {
-			lists[rec.Digest][i] = c.Digest
-		}
-	}
-	maps.DeleteFunc(lists, func(d identity.Digest, _ []identity.Digest) bool { return !there[d] })
-	return nil
 }

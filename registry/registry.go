@@ -136,6 +136,9 @@ func New(c Config) (*Registry, error) {
 	r.scrubber.ReadOnly = c.ReadOnly
 	r.pruner = newPruner(r)
 	r.router = newRouter(r)
+	if was := c.Index.Renewed(); was != 0 {
+		c.Log.Info("the index was of an earlier format: it is made anew from the store", "format", was)
+	}
 	return r, nil
 }
 

@@ -11,7 +11,6 @@ import (
 
 	"github.com/kiln-registry/kiln-registry/api"
 	"github.com/kiln-registry/kiln-registry/blobstore"
-	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/index"
 	"github.com/kiln-registry/kiln-registry/registry/access"
 )
@@ -27,8 +26,6 @@ type Pruner struct {
 	Level func(context.Context) error
 	// Hold has do read the index and make the changes that follow, while nobody else puts anything into the repository.
 	Hold func(ctx context.Context, repo string, do func() error) error
-	// Listed returns the manifests that the indexes of a repository list, each with the index that does.
-	Listed func(ctx context.Context, repo string) (map[identity.Digest]identity.Digest, error)
 	// Delete deletes manifests of one repository that no tag names. It is called by do of Hold.
 	Delete func(ctx context.Context, old []index.Record) error
 	// Drop ends an upload, whoever it belongs to. blobstore.ErrUploadBusy if it is in use right now.

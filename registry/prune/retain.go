@@ -184,10 +184,6 @@ func nameOf(rec index.Record) string { return rec.Annotations[v1.AnnotationTitle
 
 // repo is called by Hold.
 func (r *retaining) repo(ctx context.Context, repo string) error {
-	listed, err := r.Listed(ctx, repo)
-	if err != nil {
-		return err
-	}
 	var old []index.Record
 	seen := map[string]int{}
 	for rec, err := range r.Index.Find(ctx, index.Query{Repo: repo}) { // the newest first
@@ -201,7 +197,7 @@ func (r *retaining) repo(ctx context.Context, repo string) error {
 		why := fmt.Sprintf("among the newest %d", r.terms.Keep)
 		if !r.isOld(rec, seen) {
 			r.did.Newest++
-		} else if why, err = r.reason(ctx, rec, listed); err != nil {
+		} else if why, err = r.reason(ctx, rec); err != nil {
 			return err
 		} else if why != "" {
 			r.did.Referred++
@@ -235,12 +231,8 @@ func manifestOf(rec index.Record) Manifest {
 }
 
 // reason says why an old manifest stays; empty: it does not.
-func (r *retaining) reason(
-	ctx context.Context, rec index.Record, listed map[identity.Digest]identity.Digest,
-) (string, error) {
-	why, known := r.referred[rec.Digest]
+func (r *retaining) reason(ctx context.Context, rec index.Record) (string, error) {
 	tags, err := r.Index.TagsOf(ctx, rec.Repo, rec.Digest)
-	list, isListed := listed[rec.Digest]
 	switch {
 	case err != nil:
 		return "", err
@@ -248,8 +240,12 @@ func (r *retaining) reason(
 		return "tag " + tags[0], nil
 	case len(tags) > 1:
 		return fmt.Sprintf("tag %s and %d more", tags[0], len(tags)-1), nil
-	case isListed:
-		return fmt.Sprintf("index %s lists it", list), nil
+	}
+	for list, err := range r.Index.Parents(ctx, rec.Repo, rec.Digest) {
+		return fmt.Sprintf("index %s lists it", list), err
+	}
+	why, known := r.referred[rec.Digest]
+	switch {
 	case why != "":
 		return why, nil
 	case !known:
