@@ -34,6 +34,7 @@ const (
 	CodeAggregateUnknown  Code = "AGGREGATE_UNKNOWN"  // nothing of that aggregate that the caller may pull
 	CodeAggregateConflict Code = "AGGREGATE_CONFLICT" // not sent as a code: the reason in the detail of MANIFEST_INVALID
 	CodeTagImmutable      Code = "TAG_IMMUTABLE"      // not sent as a code: the reason in the detail of DENIED
+	CodeReadOnly          Code = "READ_ONLY"          // not sent as a code: the reason in the detail of UNSUPPORTED
 	CodeRouteUnknown      Code = "ROUTE_UNKNOWN"      // no such route
 	CodeUploadBusy        Code = "UPLOAD_BUSY"        // another request is using the upload; try again
 	CodeStoreFull         Code = "STORE_FULL"         // no space left; what was acknowledged is kept and still served
@@ -113,7 +114,7 @@ var (
 type Error struct {
 	Code    Code   `json:"code"`
 	Message string `json:"message,omitempty"`
-	Detail  any    `json:"detail,omitempty"` // more about it, made for programs; a Conflict, Immutable, Missing or nothing
+	Detail  any    `json:"detail,omitempty"` // more about it, made for programs; a Conflict, Immutable, Missing, Refusal or nothing
 }
 
 // Errors is the body of every answer with a status of 400 and above.
@@ -135,12 +136,19 @@ type Immutable struct {
 	Digest string `json:"digest"` // the manifest that the tag names
 }
 
+// Refusal is the detail of an UNSUPPORTED of a registry that takes no changes. Reason is READ_ONLY.
+type Refusal struct {
+	Reason Code `json:"reason"`
+}
+
 // Reason returns the reason in the detail of an error, on either side of HTTP; empty if it has none.
 func (e *Error) Reason() Code {
 	switch d := e.Detail.(type) {
 	case Conflict:
 		return d.Reason
 	case Immutable:
+		return d.Reason
+	case Refusal:
 		return d.Reason
 	case map[string]any:
 		reason, _ := d["reason"].(string)

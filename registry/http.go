@@ -224,7 +224,8 @@ func (r *Registry) refuseChange(rt route, w *response, q *request) error {
 	return errReadOnly
 }
 
-var errReadOnly = api.Errorf(api.CodeUnsupported, "this registry is read-only: it takes no pushes and no deletes")
+var errReadOnly = api.Errorf(api.CodeUnsupported, "this registry is read-only: it takes no pushes and no deletes").
+	With(api.Refusal{Reason: api.CodeReadOnly})
 
 // admit finds out who the caller is, and turns away whoever may not use the route.
 func (r *Registry) admit(rt route, q *request) (err error) {

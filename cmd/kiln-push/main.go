@@ -23,8 +23,8 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 		Short: "Name models by their bytes and send them to a registry",
 		Long: "Name models by their bytes and send them to a registry.\n\n" +
 			"A REF is host[:port]/repository[:tag]. Exit codes: 0 done; 1 different; 2 wrong usage, or could not tell;\n" +
-			"3 not logged in or not allowed; 4 not found; 5 refused data; 6 registry unreachable or failing; 7 local\n" +
-			"disk; 75 try again.",
+			"3 not logged in, not allowed, or the registry is read-only; 4 not found; 5 refused data; 6 registry\n" +
+			"unreachable or failing; 7 local disk; 75 try again.",
 		Version: cli.Version(),
 		Args:    cobra.NoArgs,
 	}

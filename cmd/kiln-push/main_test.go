@@ -17,12 +17,13 @@ import (
 	"github.com/kiln-registry/kiln-registry/internal/cli"
 	"github.com/kiln-registry/kiln-registry/internal/testenv"
 	"github.com/kiln-registry/kiln-registry/internal/testregistry"
+	"github.com/kiln-registry/kiln-registry/registry"
 )
 
 func TestMain(m *testing.M) { testscript.Main(m, map[string]func(){"kiln-push": main}) }
 
-// TestScripts runs one script per promise. Each has a registry of its own at $REGISTRY, and servers that deny everything
-// at $DENIED, answer with a page at $PAGE, and serve a resident model at $RESIDENT.
+// TestScripts runs one script per promise. Each has a registry of its own at $REGISTRY, a read-only one at $FROZEN, and
+// servers that deny everything at $DENIED, answer with a page at $PAGE, and serve a resident model at $RESIDENT.
 func TestScripts(t *testing.T) {
 	testscript.Run(t, testscript.Params{
 		Dir:  "testdata",
@@ -32,9 +33,16 @@ func TestScripts(t *testing.T) {
 			if err != nil {
 				return err
 			}
+			frozen, err := testregistry.Open(filepath.Join(e.WorkDir, ".frozen"), e.Defer, func(c *registry.Config) {
+				c.ReadOnly = true
+			})
+			if err != nil {
+				return err
+			}
 			e.Setenv("HOME", filepath.Join(e.WorkDir, ".home"))
 			for name, h := range map[string]http.Handler{
 				"REGISTRY": reg,
+				"FROZEN":   frozen,
 				"DENIED":   http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(http.StatusUnauthorized) }),
 				"PAGE": http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 					w.Header().Set("Content-Type", "text/html")

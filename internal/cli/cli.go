@@ -23,7 +23,7 @@ const (
 	CodeOK          = 0
 	CodeNo          = 1  // the answer is no: compare differs, verify fails, a digest does not match
 	CodeUsage       = 2  // wrong usage, or could not tell
-	CodeDenied      = 3  // not logged in, or not allowed
+	CodeDenied      = 3  // not logged in, not allowed, or a registry that is read-only
 	CodeNotFound    = 4  // no such reference, aggregate or file
 	CodeBadInput    = 5  // the data is refused by a rule of selection or format
 	CodeUnreachable = 6  // the server can't be reached, or failed after all tries

@@ -50,6 +50,8 @@ func TestCode(t *testing.T) {
 		{io.ErrUnexpectedEOF, CodeUnreachable, "check the address"},
 		{status(http.StatusUnauthorized), CodeDenied, "KILN_TOKEN"},
 		{status(http.StatusForbidden), CodeDenied, "KILN_TOKEN"},
+		{status(http.StatusMethodNotAllowed), CodeDenied, "may be read-only"},
+		{api.ErrUnsupported.With(api.Refusal{Reason: api.CodeReadOnly}), CodeDenied, "is read-only"},
 		{status(http.StatusNotFound), CodeNotFound, ""},
 		{status(http.StatusBadRequest), CodeBadInput, ""},
 		{status(http.StatusTooManyRequests), CodeUnreachable, "check the address"},

@@ -51,20 +51,25 @@ func isRule(err error) bool {
 	return errors.As(err, &selection) || errors.As(err, &manifest)
 }
 
-// answerCode is for what a registry answered.
-func answerCode(err error) int {
+// statusOf returns the HTTP status of what a registry answered; 0: it is no answer.
+func statusOf(err error) int {
 	var s *client.StatusError
 	var a *api.Error
-	status := 0
 	if errors.As(err, &s) {
-		status = s.Status
+		return s.Status
 	} else if errors.As(err, &a) {
-		status = a.Status()
+		return a.Status()
 	}
+	return 0
+}
+
+// answerCode is for what a registry answered.
+func answerCode(err error) int {
+	status := statusOf(err)
 	switch {
 	case status == 0:
 		return 0
-	case status == http.StatusUnauthorized, status == http.StatusForbidden:
+	case status == http.StatusUnauthorized, status == http.StatusForbidden, status == http.StatusMethodNotAllowed:
 		return CodeDenied
 	case status == http.StatusNotFound:
 		return CodeNotFound
@@ -128,6 +133,10 @@ func hintOf(err error) string {
 		return "the registry's own disk is full; what it has acknowledged is kept"
 	case errors.As(err, &refused) && refused.Reason() == api.CodeTagImmutable:
 		return "that registry keeps such tags as they are; use another tag"
+	case errors.As(err, &refused) && refused.Reason() == api.CodeReadOnly:
+		return "that registry is read-only, whoever asks: push to another one, or ask whoever runs it"
+	case code == CodeDenied && statusOf(err) == http.StatusMethodNotAllowed:
+		return "that registry does not take this; it may be read-only"
 	case code == CodeDenied:
 		return "set KILN_TOKEN, give --token-file FILE, or run docker login; the token needs the right for this repository"
 	case code == CodeUnreachable:

@@ -26,8 +26,9 @@ func New(t testing.TB) *registry.Registry {
 	return r
 }
 
-// Open returns a registry whose data is in dir, which is made if there is none. later is told what closes it.
-func Open(dir string, later func(func())) (*registry.Registry, error) {
+// Open returns a registry whose data is in dir, which is made if there is none. later is told what closes it, and with
+// may change how it is made.
+func Open(dir string, later func(func()), with ...func(*registry.Config)) (*registry.Registry, error) {
 	if err := os.MkdirAll(dir, 0o755); err != nil {
 		return nil, err
 	}
@@ -48,9 +49,13 @@ func Open(dir string, later func(func())) (*registry.Registry, error) {
 		return nil, err
 	}
 	later(func() { ix.Close() })
-	r, err := registry.New(registry.Config{
+	c := registry.Config{
 		Store: store, Refs: store, Uploads: store, Index: ix, Access: access.Open(), Log: slog.New(slog.DiscardHandler),
-	})
+	}
+	for _, change := range with {
+		change(&c)
+	}
+	r, err := registry.New(c)
 	if err != nil {
 		return nil, err
 	}
