@@ -16,6 +16,7 @@ const module = "github.com/kiln-registry/kiln-registry"
 // free. A new package starts with a row here and a reason in doc/decisions.
 var imports = map[string]string{
 	"identity":                 "internal/strictjson; github.com/minio/sha256-simd",
+	"identity/documents":       "identity internal/strictjson",
 	"identity/lanes":           "identity",
 	"identity/safetensors":     "identity internal/strictjson",
 	"internal/strictjson":      "",
