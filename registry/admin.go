@@ -3,6 +3,7 @@ package registry
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"net/http"
@@ -90,11 +91,20 @@ func (r *Registry) replay(ctx context.Context) error {
 	if re.n > 0 {
 		r.log.Info("index brought level with the store", "from", from, "refs", re.n, "took", time.Since(began))
 	}
+	r.replayed.Store(int64(re.n))
 	r.kept.start(re.at)
 	r.indexed.Store(true)
 	r.state.CompareAndSwap(starting, ready)
 	return nil
 }
+
+// Replayed is what the last Replay or Reindex brought into the index.
+type Replayed struct {
+	Refs int `json:"refs"` // changes of manifests and tags
+}
+
+// Replayed returns what the last Replay or Reindex did.
+func (r *Registry) Replayed() Replayed { return Replayed{int(r.replayed.Load())} }
 
 // Reindex drops the index and makes it anew from the store. The registry serves nothing meanwhile. Open uploads and
 // blobs that wait for a manifest are forgotten.
@@ -210,7 +220,7 @@ func (re *replay) baseOf(ctx context.Context, repo string, d identity.Digest) (i
 // do everything.
 //
 //	GET  /export   what Export writes
-//	POST /reindex  Reindex; answers when it has ended
+//	POST /reindex  Reindex; answers when it has ended, with Replayed
 //	GET  /health   Health
 //	POST /retain, POST /purge  what prune.Pruner's Handler has
 //
@@ -225,10 +235,15 @@ func (r *Registry) Admin() http.Handler {
 		}
 	})
 	m.HandleFunc("POST /reindex", func(w http.ResponseWriter, q *http.Request) {
-		if err := r.Reindex(context.WithoutCancel(q.Context())); err != nil {
+		if err := r.Reindex(context.WithoutCancel(q.Context())); errors.Is(err, api.ErrUnavailable) {
+			http.Error(w, err.Error(), http.StatusServiceUnavailable)
+			return
+		} else if err != nil {
 			r.log.Error("reindex", "error", err)
 			http.Error(w, err.Error(), http.StatusInternalServerError)
+			return
 		}
+		_ = json.NewEncoder(w).Encode(r.Replayed()) // it fails where the reader is gone
 	})
 	m.HandleFunc("GET /health", func(w http.ResponseWriter, q *http.Request) {
 		w.Header().Set("Content-Type", "application/json")

@@ -81,14 +81,15 @@ type Registry struct {
 	tags      stripes // by repository and tag: held by puts of an immutable tag
 	orders    orders  // by repository and manifest: held by its changes, and for reading by puts of what refers to it
 
-	state   atomic.Int32
-	indexed atomic.Bool  // the index was brought level with the store and is not being made anew
-	resets  atomic.Int64 // times that the index was emptied to be made anew
-	writes  sync.RWMutex // held for writing while the index is rebuilt
-	heavy   sync.Mutex   // held while a manifest is classified that takes much memory
-	kept    watermark
-	large   chan struct{} // has room for one: the classification that holds a large shard index in memory
-	handles sync.Map      // by id: the blobstore.Upload of each upload that this process has used and that has not ended
+	state    atomic.Int32
+	indexed  atomic.Bool  // the index was brought level with the store and is not being made anew
+	resets   atomic.Int64 // times that the index was emptied to be made anew
+	writes   sync.RWMutex // held for writing while the index is rebuilt
+	heavy    sync.Mutex   // held while a manifest is classified that takes much memory
+	kept     watermark
+	replayed atomic.Int64  // refs that the last replay brought into the index
+	large    chan struct{} // has room for one: the classification that holds a large shard index in memory
+	handles  sync.Map      // by id: the blobstore.Upload of each upload that this process has used and that has not ended
 
 	leftOut   atomic.Pointer[string] // names a ref of the store that the index could not take, unless empty
 	lease     time.Duration

@@ -31,7 +31,7 @@ func TestScripts(t *testing.T) {
 		Cmds: map[string]func(*testscript.TestScript, bool, []string){
 			"exits": testregistry.Exits, "serve": scriptServe, "halt": scriptHalt, "kill9": scriptKill, "push": scriptPush,
 			"get": scriptGet, "damage": scriptDamage, "log": scriptLog, "request": scriptRequest,
-			"upkept": scriptUpkept,
+			"upkept": scriptUpkept, "digest": scriptDigest,
 		},
 		Setup: func(e *testscript.Env) error {
 			e.Values[serverKey{}] = new(*process)
@@ -130,6 +130,11 @@ func scriptGet(ts *testscript.TestScript, _ bool, args []string) {
 	status, err := strconv.Atoi(args[0])
 	ts.Check(err)
 	running(ts).do(status, "GET", api.PathManifest(args[1], args[2]), nil)
+}
+
+// scriptDigest is "digest FILE": it sets DIGEST to the first one in a file.
+func scriptDigest(ts *testscript.TestScript, _ bool, args []string) {
+	ts.Setenv("DIGEST", regexp.MustCompile("sha256:[0-9a-f]{64}").FindString(ts.ReadFile(args[0])))
 }
 
 // scriptDamage is "damage FOLDER": it changes a byte of the largest blob of the store in a folder.

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"syscall"
 
 	"github.com/spf13/cobra"
@@ -91,7 +92,7 @@ func copyShown(ctx context.Context, to, from home.Engine, stdout, stderr io.Writ
 			show.Watch(transfer.Event{Step: transfer.Done, Phase: phase, File: i.Digest.String(), Bytes: i.Size, Total: i.Size})
 		},
 		Damaged: func(i blobstore.Info, err error) {
-			show.Note(fmt.Sprintf("damaged: blob %s: %v", i.Digest, err))
+			show.Note(fmt.Sprintf("damaged: blob %s (%s): %s", i.Digest, cli.Bytes(i.Size), damage(err)))
 		},
 	})
 	if err == nil && did.Damaged > 0 {
@@ -102,6 +103,22 @@ func copyShown(ctx context.Context, to, from home.Engine, stdout, stderr io.Writ
 		)
 	}
 	return did, err
+}
+
+// damage says what is wrong with a blob that was not copied.
+func damage(err error) string {
+	var path *fs.PathError
+	switch {
+	case errors.Is(err, blobstore.ErrDigestMismatch):
+		return "its bytes are not those of its digest"
+	case errors.Is(err, blobstore.ErrSizeMismatch):
+		return "it is not as long as it was when it was stored"
+	case errors.Is(err, blobstore.ErrNotFound):
+		return "the store has no bytes for it"
+	case errors.As(err, &path):
+		return fmt.Sprintf("%s can't be read: %v", path.Path, path.Err)
+	}
+	return "it can't be read: " + err.Error()
 }
 
 // notCopied says what can be done about an error of a copy.

@@ -2,13 +2,18 @@
 package admin
 
 import (
+	"context"
+	"encoding/json"
 	"errors"
+	"fmt"
 	"io"
 	"net/http"
 
 	"github.com/spf13/cobra"
 
 	"github.com/kiln-registry/kiln-registry/cmd/kiln-registry/internal/home"
+	"github.com/kiln-registry/kiln-registry/internal/cli"
+	"github.com/kiln-registry/kiln-registry/registry"
 )
 
 // Commands are the commands of administrators. Where one is about what goes on, it has the server tell that runs on the
@@ -56,16 +61,30 @@ uploads are forgotten. A running server does it itself and answers 503 meanwhile
 			if err := s.Check(); err != nil {
 				return err
 			}
-			resp, err := s.Ask(cmd.Context(), http.MethodPost, "/reindex")
-			if err == nil {
-				return resp.Body.Close()
-			}
-			if !errors.Is(err, home.ErrNoServer) {
-				return err
-			}
-			return s.WithParts(cmd.Context(), true, stderr, func(*home.Parts) error { return s.DropOld() })
+			return reindex(cmd.Context(), s.Home, cmd.OutOrStdout(), stderr)
 		},
 	}
 	s.Bind(cmd)
 	return cmd
+}
+
+// reindex has the server do it, or does it where none runs, and says what came of it.
+func reindex(ctx context.Context, h home.Home, stdout, stderr io.Writer) error {
+	resp, err := h.Ask(ctx, http.MethodPost, "/reindex")
+	switch {
+	case err == nil:
+		defer resp.Body.Close()
+		var did registry.Replayed
+		if err := json.NewDecoder(resp.Body).Decode(&did); err != nil {
+			return h.NotAsked(err)
+		}
+		_, err = fmt.Fprintln(stdout, "the server made the index anew from", cli.Count(did.Refs, "ref"))
+		return err
+	case !errors.Is(err, home.ErrNoServer):
+		return err
+	}
+	return h.WithParts(ctx, true, stderr, func(p *home.Parts) error {
+		_, err := fmt.Fprintln(stdout, "the index was made anew from", cli.Count(p.Registry.Replayed().Refs, "ref"))
+		return errors.Join(err, h.DropOld())
+	})
 }

@@ -83,9 +83,15 @@ func (s *scrubbing) run(ctx context.Context, stdout, stderr io.Writer) error {
 	err := o.give(ctx, s.Home, stderr, func(p *home.Parts) error {
 		return p.Registry.Scrubber().Tell(ctx, s.Order, show.event)
 	})
-	if err == nil && show.bad > 0 {
+	switch {
+	case err == nil && show.bad > 0:
 		return cli.Hint(cli.Exit(cli.CodeNo, fmt.Errorf("%s not as they should be", cli.Count(show.bad, "blob"))),
 			"push those bytes again: that heals them; kiln-registry scrub --list says which repositories miss them")
+	case err == nil && show.absent > 0:
+		return cli.Hint(
+			cli.Exit(cli.CodeNotFound, fmt.Errorf("%d of %d digests: no such blob is stored here", show.absent, len(s.Digests))),
+			"check the digests; kiln-registry export lists the manifests that name blobs",
+		)
 	}
 	return upkeepError(err)
 }
@@ -95,11 +101,28 @@ type scrubShow struct {
 	json, named bool
 	out, notes  io.Writer
 	bad         int
+	absent      int // that were named
+}
+
+// count counts a blob that is not good, and says what is the matter with one that is not there. One that goes while all
+// are read is no matter.
+func (s *scrubShow) count(f *upkeep.Finding) {
+	switch {
+	case f.Verdict == upkeep.Good:
+	case f.Verdict != upkeep.Gone:
+		s.bad++
+	case f.Aside:
+		s.bad++
+		f.Why = "it is damaged, and was set aside before"
+	case s.named:
+		s.absent++
+		f.Why = "it is not stored here"
+	}
 }
 
 func (s *scrubShow) event(e upkeep.Event) {
-	if f := e.Finding; f != nil && f.Verdict != upkeep.Good && (f.Verdict != upkeep.Gone || s.named) {
-		s.bad++
+	if e.Finding != nil {
+		s.count(e.Finding)
 	}
 	switch {
 	case s.json:

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"os"
 	"path/filepath"
 	"regexp"
 	"strings"
@@ -139,9 +140,35 @@ func (p Place) Explain(err error) error {
 		return cli.Hint(cli.Exit(cli.CodeUnreachable, err), "ca-file=PATH in the URL names the certificates to trust")
 	case errors.Is(err, blobstore.ErrUnavailable):
 		return cli.Hint(cli.Exit(cli.CodeUnreachable, err), "check the endpoint and that its server runs; then try again")
-	case errors.Is(err, blobstore.ErrDamaged), p.Folder != "", errors.As(err, &path):
+	case errors.Is(err, blobstore.ErrDamaged):
+		return cli.Hint(cli.Exit(cli.CodeDisk, err), p.repair())
+	case p.Folder != "", errors.As(err, &path):
 		return err
 	}
 	// What a bucket's server refuses says itself what to do, and is never a matter of a registry's address.
-	return cli.Hint(cli.Exit(cli.CodeUsage, err), "check the bucket, the credentials, and what it allows them")
+	hint := "check the bucket, the credentials, and what it allows them"
+	if set, missing := halfSet("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"); missing != "" {
+		hint = fmt.Sprintf("%s is set and %s is not: set both, or neither for other credentials", set, missing)
+	}
+	return cli.Hint(cli.Exit(cli.CodeUsage, err), hint)
+}
+
+// repair says what can be done about a damaged store.
+func (p Place) repair() string {
+	if _, err := os.Lstat(filepath.Join(p.Folder, "refs.log")); p.Folder != "" && errors.Is(err, fs.ErrNotExist) {
+		return "put the newest copy of refs.log back from a backup: it says what everything is called; without one, push the " +
+			"models again to a new store (--init)"
+	}
+	return "put what is damaged back from a backup"
+}
+
+// halfSet tells two variables of which only one is set; missing is empty if both or none are.
+func halfSet(a, b string) (set, missing string) {
+	switch hasA, hasB := os.Getenv(a) != "", os.Getenv(b) != ""; {
+	case hasA && !hasB:
+		return a, b
+	case hasB && !hasA:
+		return b, a
+	}
+	return "", ""
 }

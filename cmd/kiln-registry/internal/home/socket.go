@@ -1,6 +1,7 @@
 package home
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -42,9 +43,21 @@ func (h Home) Ask(ctx context.Context, method, path string) (*http.Response, err
 	if resp.StatusCode != http.StatusOK {
 		defer resp.Body.Close()
 		text, _ := io.ReadAll(io.LimitReader(resp.Body, 4096)) // best effort: the status is the error
-		return nil, fmt.Errorf("server: %s: %s", resp.Status, strings.TrimSpace(string(text)))
+		return nil, refused(resp, strings.TrimSpace(string(text)))
 	}
 	return resp, nil
+}
+
+// refused is the error of a server that does not do what it was asked.
+func refused(resp *http.Response, text string) error {
+	err := fmt.Errorf("the server refused: %s", cmp.Or(text, resp.Status))
+	switch resp.StatusCode {
+	case http.StatusServiceUnavailable:
+		return cli.Hint(cli.Exit(cli.CodeTryAgain, err), "run it again when the server is ready, or when it has ended")
+	case http.StatusNotFound:
+		return cli.Hint(cli.Exit(cli.CodeUsage, err), "the server is of another version: restart it with this one")
+	}
+	return err
 }
 
 // NotAsked tells why the administration socket gave no answer.
