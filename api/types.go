@@ -87,7 +87,9 @@ const (
 // BaseList is the answer of GET /v1/bases: base models whose bytes the caller may pull, in order of aggregate.
 type BaseList struct {
 	Bases []identity.Summary `json:"bases"`
-	Next  string             `json:"next,omitempty"` // pass as after= for the next page; empty: no more
+	// UnavailableShards counts, for each of these bases that has any, the shards of Base.UnavailableShards.
+	UnavailableShards map[identity.Aggregate]int `json:"unavailable_shards,omitempty"`
+	Next              string                     `json:"next,omitempty"` // pass as after= for the next page; empty: no more
 }
 
 // TagList is the answer of GET /v2/{name}/tags/list.
@@ -100,7 +102,10 @@ type TagList struct {
 type Base struct {
 	Identity   identity.Summary `json:"base_weight_identity"`
 	Packagings []Packaging      `json:"packagings"` // in the order in which the page holds them
-	Next       string           `json:"next,omitempty"`
+	// UnavailableShards are those of the base that were found damaged or missing: the base can't be pulled until somebody
+	// pushes them again.
+	UnavailableShards []identity.Digest `json:"unavailable_shards,omitempty"`
+	Next              string            `json:"next,omitempty"`
 }
 
 // Packaging is one way in which the bytes of a base are dressed. Two manifests of one packaging have the same files
@@ -138,8 +143,9 @@ type Artifact struct {
 
 // ArtifactList is the answer of GET /v1/bases/{aggregate}/artifacts.
 type ArtifactList struct {
-	Artifacts []Artifact `json:"artifacts"`
-	Next      string     `json:"next,omitempty"`
+	Artifacts         []Artifact        `json:"artifacts"`
+	UnavailableShards []identity.Digest `json:"unavailable_shards,omitempty"` // of the base; see Base
+	Next              string            `json:"next,omitempty"`
 }
 
 // Side is one side of a comparison. Exactly one member is set.
@@ -181,6 +187,7 @@ type Health struct {
 	BaseWeightIdentity *identity.Summary `json:"base_weight_identity"` // null: none is loaded
 	Checks             []Check           `json:"checks"`
 	Quarantined        int               `json:"quarantined_blobs,omitempty"` // damaged, and not served until pushed again
+	Missing            int               `json:"missing_blobs,omitempty"`     // referred to, and not there until pushed again
 }
 
 // Check is one condition of health.

@@ -94,6 +94,68 @@ func (ix *Index) Referred(ctx context.Context, d identity.Digest) (referred bool
 	return referred, err
 }
 
+// ReferredOf returns those of some blobs to which a manifest of any repository refers.
+func (ix *Index) ReferredOf(ctx context.Context, ds []identity.Digest) (referred []identity.Digest, err error) {
+	err = ix.view(ctx, func(t tx) error {
+		referred = nil
+		for _, d := range ds {
+			if t.any(in(tableBlob).sum(d)) {
+				referred = append(referred, d)
+			}
+		}
+		return nil
+	})
+	return referred, err
+}
+
+// Blobs yields the blobs to which manifests refer, each once, in order of digest and after a given one; zero: from the
+// start.
+func (ix *Index) Blobs(ctx context.Context, last identity.Digest) iter.Seq2[identity.Digest, error] {
+	from := []byte(in(tableBlob))
+	if !last.IsZero() {
+		from = after(in(tableBlob).sum(last))
+	}
+	return paged(ctx, ix, from, func(t tx, from []byte, p *page[identity.Digest]) error {
+		return t.walk(from, after(in(tableBlob)), func(k, _ []byte) ([]byte, error) {
+			if err := p.step(k); err != nil {
+				return nil, err
+			}
+			parts := split(k)
+			d := parts.sum()
+			if parts.bad {
+				return nil, parts.err()
+			}
+			p.add(d, len(k))
+			return after(in(tableBlob).sum(d)), nil
+		})
+	})
+}
+
+// Referrer is a manifest that refers to a blob.
+type Referrer struct {
+	Repository string          `json:"repository"`
+	Digest     identity.Digest `json:"digest"` // of the manifest
+}
+
+// BlobReferrers yields the manifests that refer to a blob: by repository in byte order, and in order of their last put.
+func (ix *Index) BlobReferrers(ctx context.Context, d identity.Digest) iter.Seq2[Referrer, error] {
+	prefix := in(tableBlob).sum(d)
+	return paged(ctx, ix, prefix, func(t tx, from []byte, p *page[Referrer]) error {
+		return t.walk(from, after(prefix), func(k, _ []byte) ([]byte, error) {
+			if err := p.step(k); err != nil {
+				return nil, err
+			}
+			parts := split(k)
+			parts.sum()
+			r := Referrer{Repository: parts.text()}
+			parts.time() // the number of the put
+			r.Digest = parts.sum()
+			p.add(r, len(k))
+			return nil, parts.err()
+		})
+	})
+}
+
 // Uses says whether a blob is visible in any repository at a time.
 func (ix *Index) Uses(ctx context.Context, d identity.Digest, now time.Time) (bool, error) {
 	for _, err := range ix.Holders(ctx, d, now) {

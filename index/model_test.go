@@ -213,6 +213,32 @@ func (m *model) referred(repo string, d identity.Digest) bool {
 	})
 }
 
+func (m *model) blobs(last identity.Digest) (found []identity.Digest) {
+	for _, p := range m.live() {
+		for _, d := range p.Refers {
+			if d.Compare(last) > 0 {
+				found = append(found, d)
+			}
+		}
+	}
+	slices.SortFunc(found, identity.Digest.Compare)
+	return slices.Compact(found)
+}
+
+// referrers are in order of repository and number.
+func (m *model) referrers(d identity.Digest) (found []index.Referrer) {
+	live := m.live()
+	slices.SortStableFunc(live, func(a, b index.PutManifest) int {
+		return cmp.Or(cmp.Compare(a.Repo, b.Repo), cmp.Compare(a.Seq, b.Seq))
+	})
+	for _, p := range live {
+		if slices.Contains(p.Refers, d) {
+			found = append(found, index.Referrer{Repository: p.Repo, Digest: p.Digest})
+		}
+	}
+	return found
+}
+
 func (m *model) parents(repo string, d identity.Digest) (found []identity.Digest) {
 	for _, p := range m.live() {
 		if p.Repo == repo && slices.Contains(p.Lists, d) {

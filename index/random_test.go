@@ -457,6 +457,14 @@ func (w *world) checkListings(r *rapid.T) {
 
 func (w *world) checkBlobs(r *rapid.T) {
 	ctx := context.Background()
+	referred := w.model.blobs(identity.Digest{})
+	equal(r, "all blobs", all(r, w.ix.Blobs(ctx, identity.Digest{})), referred)
+	of, err := w.ix.ReferredOf(ctx, worldBlobs)
+	slices.SortFunc(of, identity.Digest.Compare)
+	equal(r, "referred", of, referred)
+	if err != nil {
+		r.Error(err)
+	}
 	for _, d := range worldBlobs {
 		var holders []string
 		for _, repo := range worldRepos {
@@ -468,6 +476,8 @@ func (w *world) checkBlobs(r *rapid.T) {
 				r.Errorf("%s visible in %s: %v (%v), want %v", d, repo, got, err, want)
 			}
 		}
+		equal(r, "referrers", all(r, w.ix.BlobReferrers(ctx, d)), w.model.referrers(d))
+		equal(r, "blobs", all(r, w.ix.Blobs(ctx, d)), w.model.blobs(d))
 		equal(r, "holders", all(r, w.ix.Holders(ctx, d, w.now())), holders)
 		if got, err := w.ix.Uses(ctx, d, w.now()); err != nil || got != (len(holders) > 0) {
 			r.Errorf("%s used: %v (%v), want %v", d, got, err, len(holders) > 0)

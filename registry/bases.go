@@ -30,6 +30,10 @@ func (r *Registry) Bases(ctx context.Context, c access.Caller, after identity.Ag
 	if err := c.CheckAnywhere(access.Pull); err != nil {
 		return list, err
 	}
+	bad, err := r.unavailable(ctx)
+	if err != nil {
+		return list, err
+	}
 	for rec, err := range r.ix.Bases(ctx, after, c.Sees) {
 		if err != nil {
 			return list, err
@@ -39,8 +43,59 @@ func (r *Registry) Bases(ctx context.Context, c access.Caller, after identity.Ag
 			break
 		}
 		list.Bases = append(list.Bases, summary(rec))
+		shards, err := r.unavailableShards(ctx, rec, bad)
+		if err != nil {
+			return list, err
+		}
+		if len(shards) > 0 {
+			if list.UnavailableShards == nil {
+				list.UnavailableShards = map[identity.Aggregate]int{}
+			}
+			list.UnavailableShards[rec.Aggregate] = len(shards)
+		}
 	}
 	return list, nil
+}
+
+// unavailable returns the blobs that are known to be damaged or missing; nil: none is.
+func (r *Registry) unavailable(ctx context.Context) (bad map[identity.Digest]bool, err error) {
+	missing, err := r.scrubber.Missing(ctx)
+	if err != nil {
+		return nil, err
+	}
+	aside := r.aside.list(r.store)
+	if len(missing)+len(aside) == 0 {
+		return nil, nil
+	}
+	bad = map[identity.Digest]bool{}
+	for _, m := range missing {
+		bad[m.Digest] = true
+	}
+	for _, d := range aside {
+		bad[d] = true
+	}
+	return bad, nil
+}
+
+// unavailableShards returns the shards of a base that are among the bad blobs, in the order of its shards, each once.
+func (r *Registry) unavailableShards(
+	ctx context.Context, base index.Record, bad map[identity.Digest]bool,
+) (found []identity.Digest, err error) {
+	if len(bad) == 0 || base.Aggregate.IsZero() {
+		return nil, nil
+	}
+	m, err := r.ix.Shards(ctx, base.Aggregate, base.Repo, base.Digest)
+	if errors.Is(err, index.ErrNotFound) { // deleted meanwhile
+		return nil, nil
+	}
+	seen := map[identity.Digest]bool{}
+	for _, s := range m.Shards {
+		if bad[s.Digest] && !seen[s.Digest] {
+			seen[s.Digest] = true
+			found = append(found, s.Digest)
+		}
+	}
+	return found, err
 }
 
 func summary(rec index.Record) identity.Summary {
@@ -69,7 +124,7 @@ func (r *Registry) Base(
 	}
 	q := index.Query{Aggregate: a, Kind: api.KindBase, See: c.Sees, After: after}
 	at := map[identity.Digest]int{}
-	found, last := 0, ""
+	found, last, one := 0, "", index.Record{}
 	for rec, err := range r.ix.Find(ctx, q) {
 		if err != nil {
 			return base, err
@@ -88,7 +143,7 @@ func (r *Registry) Base(
 			base.Packagings = append(base.Packagings, api.Packaging{ID: rec.Packaging})
 		}
 		base.Identity, base.Packagings[i].Manifests = summary(rec), append(base.Packagings[i].Manifests, held)
-		found, last = found+1, index.Cursor(q, rec)
+		found, last, one = found+1, index.Cursor(q, rec), rec
 	}
 	if found == 0 && after == "" {
 		return base, unknownAggregate(a)
@@ -96,7 +151,11 @@ func (r *Registry) Base(
 	if base.Packagings == nil {
 		base.Packagings = []api.Packaging{}
 	}
-	return base, nil
+	bad, err := r.unavailable(ctx)
+	if err == nil {
+		base.UnavailableShards, err = r.unavailableShards(ctx, one, bad)
+	}
+	return base, err
 }
 
 func (r *Registry) held(ctx context.Context, rec index.Record) (api.Held, error) {
@@ -182,10 +241,16 @@ func (r *Registry) Artifacts(
 	if err := c.CheckAnywhere(access.Pull); err != nil {
 		return list, err
 	}
-	held := true
-	if _, err := r.newest(ctx, c, a, "", identity.Digest{}); errors.Is(err, api.ErrAggregateUnknown) {
-		held = false
-	} else if err != nil {
+	base, err := r.newest(ctx, c, a, "", identity.Digest{})
+	held := err == nil
+	if err != nil && !errors.Is(err, api.ErrAggregateUnknown) {
+		return list, err
+	}
+	bad, err := r.unavailable(ctx)
+	if err == nil && held {
+		list.UnavailableShards, err = r.unavailableShards(ctx, base, bad)
+	}
+	if err != nil {
 		return list, err
 	}
 	q := index.Query{Aggregate: a, Kind: aq.Kind, Repo: aq.Repo, See: c.Sees, After: aq.After}

@@ -2,6 +2,7 @@ package registry
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"net/http"
@@ -60,7 +61,18 @@ func (r *Registry) statBlob(ctx context.Context, repo string, d identity.Digest)
 	if !visible {
 		return blobstore.Info{}, api.Errorf(api.CodeBlobUnknown, "blob %s is unknown to repository %s", d, repo)
 	}
-	return r.store.Stat(ctx, d)
+	i, err := r.store.Stat(ctx, d)
+	r.suspect(d, err)
+	return i, err
+}
+
+// suspect has the scrubber look at a blob that a repository should hold, if err, of reading it, says that it is missing
+// or damaged.
+func (r *Registry) suspect(d identity.Digest, err error) {
+	absent := errors.Is(err, blobstore.ErrNotFound) && !errors.Is(err, blobstore.ErrQuarantined)
+	if absent || errors.Is(err, blobstore.ErrDamaged) {
+		r.scrubber.Suspect(d)
+	}
 }
 
 // DeleteBlob takes a blob out of a repository. Its bytes stay for as long as another repository holds it.
@@ -115,6 +127,7 @@ func (r *Registry) Mount(
 // link makes a stored blob visible in a repository until a manifest refers to it. The caller holds its digest, since
 // before it saw that the blob is stored.
 func (r *Registry) link(ctx context.Context, repo string, i blobstore.Info, more ...index.Op) error {
+	r.scrubber.Arrived(ctx, i.Digest)
 	lease := index.LinkBlob{Repo: repo, Digest: i.Digest, Size: i.Size, Until: r.now().Add(r.lease)}
 	r.writes.RLock()
 	defer r.writes.RUnlock()
@@ -170,13 +183,28 @@ func (h held) Open(ctx context.Context, d identity.Digest, off, n int64) (io.Rea
 	if err != nil {
 		return nil, err
 	}
-	return h.Store.Open(ctx, i, off, n)
+	return openAgain(ctx, h.Store, i, off, n)
+}
+
+// openAgain opens a part of a blob. Whoever pushes it again may have put another copy in the place of i meanwhile: then
+// that one is opened.
+func openAgain(ctx context.Context, st blobstore.Store, i blobstore.Info, off, n int64) (io.ReadCloser, error) {
+	r, err := st.Open(ctx, i, off, n)
+	if !errors.Is(err, blobstore.ErrNotFound) {
+		return r, err
+	}
+	now, statErr := st.Stat(ctx, i.Digest)
+	if statErr != nil || now.Size != i.Size || now.Generation == i.Generation {
+		return nil, err
+	}
+	return st.Open(ctx, now, off, n)
 }
 
 // sendBlob answers with a part of a blob that the caller was just found to see.
 func (r *Registry) sendBlob(w *response, q *request, i blobstore.Info, off, n int64, status int) error {
-	body, err := r.store.Open(q.Context(), i, off, n)
+	body, err := openAgain(q.Context(), r.store, i, off, n)
 	if err != nil {
+		r.suspect(i.Digest, err)
 		return err
 	}
 	defer body.Close()
@@ -186,8 +214,9 @@ func (r *Registry) sendBlob(w *response, q *request, i blobstore.Info, off, n in
 	w.WriteHeader(status)
 	sent, err := io.Copy(w, body)
 	if err == nil && sent != n {
-		err = fmt.Errorf("blob %s: store gave %d bytes of %d", i.Digest, sent, n)
+		err = fmt.Errorf("%w: blob %s: store gave %d bytes of %d", blobstore.ErrDamaged, i.Digest, sent, n)
 	}
+	r.suspect(i.Digest, err)
 	return err
 }
 
@@ -204,6 +233,9 @@ func (r *Registry) sendVerified(w *response, i blobstore.Info, body io.Reader) e
 	for rest > 0 {
 		n, err := io.ReadFull(body, piece[:min(rest, verifiedPiece)])
 		if err != nil {
+			if err == io.EOF || err == io.ErrUnexpectedEOF {
+				r.scrubber.Suspect(i.Digest)
+			}
 			return fmt.Errorf("blob %s: %d bytes before its end: %w", i.Digest, rest-int64(n), err)
 		}
 		h.Write(piece[:n])

@@ -383,50 +383,6 @@ func findingOf(m classify.Manifest, put index.PutManifest) (string, error) {
 	}.Encode(m)
 }
 
-// recall makes the record of a manifest that was put before: of what was found then. Where the store has kept nothing of
-// that, or the rules have changed, it is found again. One that can't be classified any more, as its blobs are gone or
-// the rules have become stricter, is kept all the same: it was acknowledged.
-func (r *Registry) recall(
-	ctx context.Context, ref blobstore.Ref, m classify.Manifest,
-	baseOf func(ctx context.Context, repo string, d identity.Digest) (identity.Aggregate, error),
-) (index.PutManifest, error) {
-	was, kept := r.keptFinding(ref, m)
-	if kept && was.Rules >= classify.Rules {
-		return recordOf(ref.Repo, m, ref.Manifest, was), nil
-	}
-	put, err := r.derive(ctx, ref.Repo, m, ref.Manifest)
-	if err == nil {
-		err = inherit(ctx, &put, baseOf)
-	}
-	lost := errors.Is(err, blobstore.ErrNotFound) || errors.Is(err, blobstore.ErrDamaged) ||
-		errors.Is(err, api.ErrManifestInvalid)
-	switch {
-	case lost && kept:
-		return recordOf(ref.Repo, m, ref.Manifest, was), nil
-	case lost:
-		r.log.Warn("manifest kept without classification", "repository", ref.Repo, "digest", ref.Digest.String(),
-			"error", err)
-		return recordOf(ref.Repo, m, ref.Manifest,
-			classify.Finding{Artifact: classify.Artifact{State: api.ContentIncomplete}, Evidence: api.EvidenceNone}), nil
-	case err == nil && kept && put.Aggregate.IsZero() && put.Kind == was.Kind: // its subject is gone
-		put.Aggregate, put.Evidence = was.Aggregate, was.Evidence
-	}
-	return put, err
-}
-
-// keptFinding returns what the store has kept of what was found of a manifest.
-func (r *Registry) keptFinding(ref blobstore.Ref, m classify.Manifest) (f classify.Finding, kept bool) {
-	if ref.Finding == "" {
-		return f, false
-	}
-	f, err := classify.ParseFinding(m, ref.Finding)
-	if err != nil {
-		r.log.Error("what was found of a manifest does not read back: it is found again", "repository", ref.Repo,
-			"digest", ref.Digest.String(), "error", err)
-	}
-	return f, err == nil
-}
-
 // inherit gives a derived manifest that is no base and claims none the base that its subject is, of which baseOf tells.
 func inherit(
 	ctx context.Context, put *index.PutManifest,

@@ -19,6 +19,7 @@ import (
 
 	"github.com/kiln-registry/kiln-registry/api"
 	"github.com/kiln-registry/kiln-registry/blobstore"
+	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/index"
 	"github.com/kiln-registry/kiln-registry/registry/access"
 	"github.com/kiln-registry/kiln-registry/registry/prune"
@@ -162,14 +163,32 @@ func (r *Registry) Health() api.Health {
 	}
 	n, err := r.aside.count(r.store)
 	h.Quarantined = n
-	h.Checks = append(h.Checks, api.Check{Name: "no_blob_in_quarantine", Pass: n == 0 && err == nil})
+	missing, missErr := r.missing(context.Background())
+	h.Missing = len(missing)
+	h.Checks = append(h.Checks, api.Check{Name: "no_blob_in_quarantine", Pass: n == 0 && err == nil},
+		api.Check{Name: "no_blob_missing", Pass: len(missing) == 0 && missErr == nil})
 	switch {
 	case state != ready:
 		h.Status = "maintenance"
-	case n > 0 || err != nil:
+	case n > 0 || len(missing) > 0 || err != nil || missErr != nil:
 		h.Status = "degraded"
 	}
 	return h
+}
+
+// missing returns the blobs that were found missing and are still referred to.
+func (r *Registry) missing(ctx context.Context) ([]upkeep.Lost, error) {
+	if r.writes.TryRLock() { // else the index is being brought level: nobody knows yet
+		var err error
+		if r.level() == nil {
+			err = r.scrubber.ForgetUnused(ctx)
+		}
+		r.writes.RUnlock()
+		if err != nil {
+			return nil, err
+		}
+	}
+	return r.scrubber.Missing(ctx)
 }
 
 // Purge drops what has run out: uploads that nobody went on with, and the leases of blobs for which no manifest came.
@@ -334,8 +353,12 @@ type aside struct {
 	mu      sync.Mutex
 	at      int64 // changes, when n was counted last; -1: never
 	n       int
-	again   time.Time // when to try again after a failure
+	some    []identity.Digest // the first maxAside of them
+	again   time.Time         // when to try again after a failure
 }
+
+// maxAside is how many blobs in quarantine are kept in mind.
+const maxAside = 4096
 
 // The store is asked for at most asidePatience, as health is, and not again for asidePause after it failed.
 const (
@@ -360,16 +383,26 @@ func (a *aside) count(st blobstore.Store) (int, error) {
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), asidePatience)
 	defer cancel()
-	n := 0
-	for _, err := range q.Aside(ctx) {
+	n, some := 0, []identity.Digest{}
+	for i, err := range q.Aside(ctx) {
 		if err != nil {
 			a.again = time.Now().Add(asidePause)
 			return a.n, err
 		}
-		n++
+		if n++; len(some) < maxAside {
+			some = append(some, i.Digest)
+		}
 	}
-	a.at, a.n = changes, n
+	a.at, a.n, a.some = changes, n, some
 	return n, nil
+}
+
+// list returns the first of them, as they were when that could be found out last. Nobody may change it.
+func (a *aside) list(st blobstore.Store) []identity.Digest {
+	_, _ = a.count(st) // health says when it fails
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return a.some
 }
 
 var errAside = errors.New("the quarantine could not be read a moment ago")

@@ -35,6 +35,7 @@ var (
 	refsAt   = desc("kiln_refs_position", "Position of the store up to which changes of manifests and tags are known.")
 	indexAt  = desc("kiln_index_position", "Position of the store up to which the index has them; less: it lags behind.")
 	asideNow = desc("kiln_quarantined_blobs", "Blobs that were set aside as they are damaged.")
+	lostNow  = desc("kiln_missing_blobs", "Blobs that manifests refer to and that the store was found not to have.")
 
 	gcEnded = desc("kiln_gc_last_end_timestamp_seconds", "When the last collection ended that ran to its end.")
 	gcTook  = desc("kiln_gc_last_duration_seconds", "How long that collection took.")
@@ -52,7 +53,7 @@ var (
 // Describe implements prometheus.Collector.
 func (s *state) Describe(to chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{
-		received, sent, running, isReady, uploads, refsAt, indexAt, asideNow, gcEnded, gcTook, gcBlobs, gcBytes,
+		received, sent, running, isReady, uploads, refsAt, indexAt, asideNow, lostNow, gcEnded, gcTook, gcBlobs, gcBytes,
 		scrubBegan, scrubEnded, scrubBlobs, scrubBytes, scrubFound,
 	} {
 		to <- d
@@ -92,6 +93,7 @@ func (s *state) Collect(to chan<- prometheus.Metric) {
 	}
 	o.gauge(isReady, up)
 	o.gauge(asideNow, float64(h.Quarantined))
+	o.gauge(lostNow, float64(h.Missing))
 	if n, err := s.reg.OpenUploads(ctx); err != nil {
 		s.m.log.Error("metrics: count uploads", "error", err)
 	} else {
@@ -127,7 +129,9 @@ func (s *state) upkeep(o out) {
 	o.time(scrubEnded, p.Ended)
 	o.gauge(scrubBlobs, float64(p.Read.Blobs))
 	o.gauge(scrubBytes, float64(p.Read.Bytes))
-	for verdict, n := range map[string]int64{"damaged": p.Damaged, "unsteady": p.Unsteady, "unreadable": p.Unreadable} {
+	for verdict, n := range map[string]int64{
+		"damaged": p.Damaged, "unsteady": p.Unsteady, "unreadable": p.Unreadable, "missing": p.Missing,
+	} {
 		o.gauge(scrubFound, float64(n), verdict)
 	}
 }

@@ -18,24 +18,25 @@ import (
 type Event struct {
 	Blob       *Blob       `json:"blob,omitempty"`       // collected, or would be
 	Finding    *Finding    `json:"finding,omitempty"`    // of a scrub
-	Aside      *Aside      `json:"aside,omitempty"`      // a blob in quarantine
+	Aside      *Aside      `json:"aside,omitempty"`      // a blob in quarantine, or one that is missing
 	Collection *Collection `json:"collection,omitempty"` // how it ended
 	Scrub      *Scrubbing  `json:"scrub,omitempty"`      // how it ended
 	Error      *Failure    `json:"error,omitempty"`      // why it ended before it was done
 	End        bool        `json:"end,omitempty"`        // nothing comes any more, and there was no error
 }
 
-// Aside is a blob in quarantine.
+// Aside is a blob in quarantine, or one that is missing.
 type Aside struct {
 	Digest       identity.Digest `json:"digest"`
-	Size         int64           `json:"size"`
+	Size         int64           `json:"size"` // 0 for one that is missing
+	Missing      bool            `json:"missing,omitempty"`
 	Why          string          `json:"why"`
 	Since        time.Time       `json:"since"`
 	Repositories []string        `json:"repositories"` // some of those in which it is missing now
 }
 
-// maxMissing is how many repositories an Aside names.
-const maxMissing = 16
+// maxRepositories is how many repositories an Aside names.
+const maxRepositories = 16
 
 // Failure is an error on its way through a socket. It is an error itself.
 type Failure struct {
@@ -83,27 +84,42 @@ func (s *Scrubber) Tell(ctx context.Context, o Order, tell func(Event)) error {
 	return err
 }
 
-// TellAside tells of every blob in quarantine.
+// TellAside tells of every blob in quarantine, and then of those that are missing.
 func (s *Scrubber) TellAside(ctx context.Context, tell func(Event)) error {
-	q, ok := s.store.(blobstore.Quarantine)
-	if !ok {
-		return nil
+	if q, ok := s.store.(blobstore.Quarantine); ok {
+		for i, err := range q.Aside(ctx) {
+			if err != nil {
+				return err
+			}
+			if err := s.tellAside(ctx, Aside{Digest: i.Digest, Size: i.Size, Why: i.Why, Since: i.Since}, tell); err != nil {
+				return err
+			}
+		}
 	}
-	for i, err := range q.Aside(ctx) {
-		if err != nil {
+	missing, err := s.Missing(ctx)
+	if err != nil {
+		return err
+	}
+	for _, m := range missing {
+		a := Aside{Digest: m.Digest, Missing: true, Why: "missing: the store has no such blob", Since: m.Since}
+		if err := s.tellAside(ctx, a, tell); err != nil {
 			return err
 		}
-		a := Aside{Digest: i.Digest, Size: i.Size, Why: i.Why, Since: i.Since}
-		for repo, err := range s.ix.Holders(ctx, i.Digest, s.now()) {
-			if err != nil {
-				return fmt.Errorf("repositories that miss %s: %w", i.Digest, err)
-			}
-			if a.Repositories = append(a.Repositories, repo); len(a.Repositories) == maxMissing {
-				break
-			}
-		}
-		tell(Event{Aside: &a})
 	}
+	return nil
+}
+
+// tellAside tells of a blob, with the repositories that miss it.
+func (s *Scrubber) tellAside(ctx context.Context, a Aside, tell func(Event)) error {
+	for repo, err := range s.ix.Holders(ctx, a.Digest, s.now()) {
+		if err != nil {
+			return fmt.Errorf("repositories that miss %s: %w", a.Digest, err)
+		}
+		if a.Repositories = append(a.Repositories, repo); len(a.Repositories) == maxRepositories {
+			break
+		}
+	}
+	tell(Event{Aside: &a})
 	return nil
 }
 
@@ -111,7 +127,7 @@ func (s *Scrubber) TellAside(ctx context.Context, tell func(Event)) error {
 //
 //	POST /collect  Collect, by the Terms in the query
 //	POST /scrub    Scrub, by the Order in the query
-//	GET  /aside    what is in quarantine
+//	GET  /aside    what is in quarantine, and what is missing
 //	GET  /upkeep   what was done last
 //
 // Each answers with Events, one a line; the last one is what it came to.

@@ -37,6 +37,7 @@ const (
 	Damaged    Verdict = "damaged"    // it was read twice and both times was not what its digest says
 	Unsteady   Verdict = "unsteady"   // it was read twice and was right the second time: blame memory or disk
 	Unreadable Verdict = "unreadable" // the store failed to read it; that is not taken for damage
+	Missing    Verdict = "missing"    // manifests refer to it, and the store has it neither to show nor in quarantine
 	Gone       Verdict = "gone"       // it was removed meanwhile, or is not there
 )
 
@@ -46,7 +47,9 @@ type Finding struct {
 	Size    int64           `json:"size"`
 	Verdict Verdict         `json:"verdict"`
 	Why     string          `json:"why,omitempty"`   // unless it is good
-	Aside   bool            `json:"aside,omitempty"` // it was set aside
+	Aside   bool            `json:"aside,omitempty"` // it was set aside; one that is gone: before
+	// Manifests are some of those that refer to a missing blob.
+	Manifests []index.Referrer `json:"manifests,omitempty"`
 }
 
 // Scrubbing is what a scrub has found so far.
@@ -58,11 +61,15 @@ type Scrubbing struct {
 	Damaged    int64           `json:"damaged"`
 	Unsteady   int64           `json:"unsteady"`
 	Unreadable int64           `json:"unreadable"`
+	Missing    int64           `json:"missing"`
 }
 
 func (s *Scrubbing) add(f Finding) {
 	switch f.Verdict {
 	case Gone:
+		return
+	case Missing:
+		s.Missing++
 		return
 	case Damaged:
 		s.Damaged++
@@ -74,8 +81,8 @@ func (s *Scrubbing) add(f Finding) {
 	s.Read.add(f.Size)
 }
 
-// Scrubber reads the blobs of a store again, and sets aside those that are no longer what their digests say. It is made
-// by NewScrubber.
+// Scrubber reads the blobs of a store again, sets aside those that are no longer what their digests say, and finds those
+// that are missing. It is made by NewScrubber.
 type Scrubber struct {
 	// ReadOnly leaves blobs that are damaged where they are: they are only reported.
 	ReadOnly bool
@@ -89,8 +96,10 @@ type Scrubber struct {
 
 	asked    sync.Mutex // held by a scrub that somebody asked for
 	suspects chan identity.Digest
-	mu       sync.Mutex // guards state
-	state    Scrubbing  // of the pass that is under way, or was the last
+	lost     lost
+	mu       sync.Mutex               // guards what follows
+	state    Scrubbing                // of the pass that is under way, or was the last
+	waiting  map[identity.Digest]bool // in suspects
 }
 
 // NewScrubber returns the scrubber of a store. It keeps where it is in ix. changed, which may be nil, is called after
@@ -103,6 +112,7 @@ func NewScrubber(
 	}
 	return &Scrubber{
 		store: st, ix: ix, log: log, now: now, changed: changed, suspects: make(chan identity.Digest, maxSuspects),
+		waiting: map[identity.Digest]bool{},
 	}
 }
 
@@ -113,10 +123,16 @@ func (s *Scrubber) Pass() Scrubbing {
 	return s.state
 }
 
-// Suspect has Run read a blob soon. It never waits.
+// Suspect has Run look at a blob soon. It never waits.
 func (s *Scrubber) Suspect(d identity.Digest) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.waiting[d] {
+		return
+	}
 	select {
 	case s.suspects <- d:
+		s.waiting[d] = true
 	default:
 	}
 }
@@ -168,11 +184,11 @@ func (s *Scrubber) these(ctx context.Context, ds []identity.Digest, p *pace, see
 }
 
 func (s *Scrubber) all(ctx context.Context, p *pace, see func(Finding)) error {
-	for i, err := range s.store.List(ctx, identity.Digest{}) {
+	for b, err := range s.due(ctx, identity.Digest{}) {
 		if err != nil {
 			return err
 		}
-		f, err := s.blob(ctx, i, p)
+		f, err := s.look(ctx, b, p)
 		if err != nil {
 			return err
 		}
@@ -181,16 +197,18 @@ func (s *Scrubber) all(ctx context.Context, p *pace, see func(Finding)) error {
 	return nil
 }
 
-// digest reads the blob of a digest.
+// digest looks at the blob of a digest.
 func (s *Scrubber) digest(ctx context.Context, d identity.Digest, p *pace) (Finding, error) {
 	i, err := s.store.Stat(ctx, d)
 	switch {
+	case errors.Is(err, blobstore.ErrQuarantined):
+		return Finding{Digest: d, Verdict: Gone, Why: err.Error(), Aside: true}, nil
 	case errors.Is(err, blobstore.ErrNotFound):
-		return Finding{Digest: d, Verdict: Gone, Why: err.Error()}, nil
+		return s.absent(ctx, d)
 	case err != nil:
 		return Finding{Digest: d, Verdict: Unreadable, Why: err.Error()}, unreachable(err)
 	}
-	return s.blob(ctx, i, p)
+	return s.look(ctx, due{i, true}, p)
 }
 
 // unreachable returns an error for which others would fail too.
@@ -343,6 +361,9 @@ func (s *Scrubber) watch(ctx context.Context) {
 	for p := newPace(0); ; {
 		select {
 		case d := <-s.suspects:
+			s.mu.Lock()
+			delete(s.waiting, d)
+			s.mu.Unlock()
 			if _, err := s.digest(ctx, d, p); err != nil && ctx.Err() == nil {
 				s.log.Error("suspect blob not read", "digest", d.String(), "error", err)
 			}
@@ -381,9 +402,9 @@ func (s *Scrubber) leg(ctx context.Context, p *pace) error {
 	began := s.now()
 	whole := true
 	var failed error
-	for i, err := range s.store.List(ctx, s.Pass().At) {
+	for b, err := range s.due(ctx, s.Pass().At) {
 		if err == nil {
-			err = s.next(ctx, i, p)
+			err = s.next(ctx, b, p)
 		}
 		if failed = err; err != nil {
 			break
@@ -401,20 +422,20 @@ func (s *Scrubber) leg(ctx context.Context, p *pace) error {
 	s.mu.Unlock()
 	if !state.Ended.IsZero() {
 		s.log.Info("scrub ended", "blobs", state.Read.Blobs, "bytes", state.Read.Bytes, "damaged", state.Damaged,
-			"unreadable", state.Unreadable, "took", state.Ended.Sub(state.Began))
+			"unreadable", state.Unreadable, "missing", state.Missing, "took", state.Ended.Sub(state.Began))
 	}
 	return errors.Join(failed, save(context.WithoutCancel(ctx), s.ix, scrubNote, state))
 }
 
-// next reads the next blob of the pass.
-func (s *Scrubber) next(ctx context.Context, i blobstore.Info, p *pace) error {
-	f, err := s.blob(ctx, i, p)
+// next looks at the next blob of the pass.
+func (s *Scrubber) next(ctx context.Context, b due, p *pace) error {
+	f, err := s.look(ctx, b, p)
 	if err != nil {
 		return err
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.state.add(f)
-	s.state.At = i.Digest
+	s.state.At = b.Digest
 	return nil
 }

@@ -1,0 +1,220 @@
+package upkeep_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/kiln-registry/kiln-registry/blobstore"
+	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/index"
+	"github.com/kiln-registry/kiln-registry/registry/upkeep"
+)
+
+// remove removes the file of a stored blob behind the store's back.
+func (r *rig) remove(d identity.Digest) {
+	r.t.Helper()
+	if err := os.Remove(filepath.Join(r.dir, "blobs", "sha256", d.Hex()[:2], d.Hex())); err != nil {
+		r.t.Fatal(err)
+	}
+}
+
+// aside returns what is told of blobs in quarantine and missing.
+func (r *rig) aside() (told []upkeep.Aside) {
+	r.t.Helper()
+	err := r.reg.Scrubber().TellAside(context.Background(), func(e upkeep.Event) { told = append(told, *e.Aside) })
+	if err != nil {
+		r.t.Fatal(err)
+	}
+	return told
+}
+
+// TestMissing: a blob whose file was removed from outside is found and named with what refers to it, stays known over a
+// restart and a reindex, and another push of the bytes heals it.
+func TestMissing(t *testing.T) {
+	r := newRig(t, nil)
+	layer := []byte("layer")
+	m, d := r.image("b", layer), identity.Sum(layer)
+	r.put(201, "b", "v1", m)
+	r.put(201, "a", "v1", r.image("a", layer))
+	leased := r.blob("a", []byte("no manifest refers to it"))
+	if did, found := r.scrub(); did.Missing != 0 || len(found) != 0 {
+		t.Fatalf("before: %+v, %v", did, found)
+	}
+	r.remove(d)
+	r.remove(leased)
+	want := []index.Referrer{{Repository: "a", Digest: identity.Sum(m)}, {Repository: "b", Digest: identity.Sum(m)}}
+	for range 2 {
+		did, found := r.scrub()
+		f := found[d]
+		if did.Missing != 1 || did.Read.Blobs != 1 || len(found) != 1 || f.Verdict != upkeep.Missing ||
+			!slices.Equal(f.Manifests, want) {
+			t.Errorf("%+v, %+v", did, found)
+		}
+	}
+	if _, found := r.scrub(d, leased); found[d].Verdict != upkeep.Missing || found[leased].Verdict != upkeep.Gone {
+		t.Errorf("%+v", found)
+	}
+	if !strings.Contains(r.log.String(), "a@"+identity.Sum(m).String()) {
+		t.Errorf("the log names no manifest:\n%s", r.log)
+	}
+	known := func(when string) {
+		t.Helper()
+		if h := r.health(); h.Status != "degraded" || h.Missing != 1 || h.Quarantined != 0 {
+			t.Errorf("%s: %+v", when, h)
+		}
+		told := r.aside()
+		if len(told) != 1 || told[0].Digest != d || !told[0].Missing || told[0].Since.IsZero() ||
+			!slices.Equal(told[0].Repositories, []string{"a", "b"}) {
+			t.Errorf("%s: %+v", when, told)
+		}
+	}
+	known("found")
+	r.stop()
+	r.start()
+	known("after a restart")
+	if err := r.reg.Reindex(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	r.stop()
+	r.start()
+	known("after a reindex and a restart")
+	r.do(404, "GET", "/v2/a/blobs/"+d.String(), nil)
+	r.blob("a", layer)
+	r.do(200, "GET", "/v2/b/blobs/"+d.String(), nil)
+	healed := func(when string) {
+		t.Helper()
+		if h := r.health(); h.Status != "ok" || h.Missing != 0 || len(r.aside()) != 0 {
+			t.Errorf("%s: %+v", when, h)
+		}
+	}
+	healed("pushed again")
+	r.stop()
+	r.start()
+	healed("after a restart")
+	if did, found := r.scrub(); did.Missing != 0 || len(found) != 0 {
+		t.Errorf("healed: %+v, %v", did, found)
+	}
+}
+
+// TestMissingAndDeleted: what nothing refers to any more is not missed.
+func TestMissingAndDeleted(t *testing.T) {
+	r := newRig(t, nil)
+	m, d := r.image("a", []byte("layer")), identity.Sum([]byte("layer"))
+	r.put(201, "a", "v1", m)
+	r.remove(d)
+	r.scrub()
+	if h := r.health(); h.Missing != 1 {
+		t.Fatalf("%+v", h)
+	}
+	r.do(202, "DELETE", "/v2/a/manifests/"+identity.Sum(m).String(), nil)
+	if h := r.health(); h.Missing != 0 || h.Status != "ok" {
+		t.Errorf("%+v", h)
+	}
+	r.stop()
+	r.start()
+	if h := r.health(); h.Missing != 0 || h.Status != "ok" {
+		t.Errorf("after a restart: %+v", h)
+	}
+}
+
+// TestMissingPutBack: a file that is put back by hand is seen by the next scrub.
+func TestMissingPutBack(t *testing.T) {
+	r := newRig(t, nil)
+	d := identity.Sum([]byte("layer"))
+	r.put(201, "a", "v1", r.image("a", []byte("layer")))
+	path := filepath.Join(r.dir, "blobs", "sha256", d.Hex()[:2], d.Hex())
+	if err := os.Rename(path, path+"~"); err != nil {
+		t.Fatal(err)
+	}
+	r.scrub()
+	if err := os.Rename(path+"~", path); err != nil {
+		t.Fatal(err)
+	}
+	if h := r.health(); h.Missing != 1 {
+		t.Fatalf("%+v", h)
+	}
+	if did, found := r.scrub(); did.Missing != 0 || len(found) != 0 || r.health().Status != "ok" {
+		t.Errorf("%+v, %v", did, found)
+	}
+}
+
+// TestMissingInPass: a pass finds every blob that is missing, wherever it is in the order, and reads every other one,
+// also when it is interrupted after each.
+func TestMissingInPass(t *testing.T) {
+	r := newRig(t, nil)
+	var all []identity.Digest
+	for i := range 12 {
+		layer := fmt.Append(nil, i)
+		r.put(201, "a", fmt.Sprint(i), r.image("a", layer))
+		all = append(all, identity.Sum(layer))
+	}
+	slices.SortFunc(all, identity.Digest.Compare)
+	gone := []identity.Digest{all[0], all[1], all[5], all[10], all[11]}
+	for _, d := range gone {
+		r.remove(d)
+	}
+	p := r.pass(week, func(p upkeep.Scrubbing) bool { return !p.Ended.IsZero() })
+	if p.Missing != int64(len(gone)) || p.Read.Blobs != 8 {
+		t.Errorf("%+v", p)
+	}
+	var told []identity.Digest
+	for _, a := range r.aside() {
+		told = append(told, a.Digest)
+	}
+	if !slices.Equal(told, gone) || r.health().Missing != len(gone) {
+		t.Errorf("%v, want %v", told, gone)
+	}
+}
+
+// TestMissingIsSuspected: a read that finds no file has the blob looked at without waiting for the pass.
+func TestMissingIsSuspected(t *testing.T) {
+	for _, method := range []string{"GET", "HEAD"} {
+		r := newRig(t, nil)
+		d := identity.Sum([]byte("layer"))
+		r.put(201, "a", "v1", r.image("a", []byte("layer")))
+		r.remove(d)
+		r.do(404, method, "/v2/a/blobs/"+d.String(), nil)
+		r.pass(0, func(upkeep.Scrubbing) bool { return r.health().Missing == 1 })
+	}
+}
+
+// stats is a store whose Stat fails.
+type stats struct {
+	blobstore.Store
+	err error
+}
+
+func (s *stats) Stat(ctx context.Context, d identity.Digest) (blobstore.Info, error) {
+	if s.err != nil {
+		return blobstore.Info{}, s.err
+	}
+	return s.Store.Stat(ctx, d)
+}
+
+// TestNotMissing: what can't be found out is not taken for missing.
+func TestNotMissing(t *testing.T) {
+	s := new(stats)
+	r := newRig(t, func(r *rig) {
+		r.wrap = func(st blobstore.Store) blobstore.Store { s.Store = st; return s }
+	})
+	d := identity.Sum([]byte("layer"))
+	r.put(201, "a", "v1", r.image("a", []byte("layer")))
+	r.remove(d)
+	s.err = errors.New("the disk is loose")
+	if did, found := r.scrub(); did.Missing != 0 || found[d].Verdict != upkeep.Unreadable {
+		t.Errorf("%+v, %v", did, found)
+	}
+	s.err = blobstore.ErrUnavailable
+	if _, err := r.reg.Scrubber().Scrub(t.Context(), upkeep.Order{}); !errors.Is(err, blobstore.ErrUnavailable) {
+		t.Error(err)
+	}
+	if h := r.health(); h.Missing != 0 {
+		t.Errorf("%+v", h)
+	}
+}
