@@ -62,7 +62,8 @@ type Store interface {
 	// or negative when not known. Both are promises of the client: Append refuses what goes past size.
 	Create(ctx context.Context, hint identity.Digest, size int64) (Upload, error)
 	// Resume opens an upload again by its id, also after the process that created it is gone: at the last byte that was
-	// received and synced, with the hash state that belongs to it. ErrUploadUnknown.
+	// received and synced, with the hash state that belongs to it, or as the receipt that it left, see Upload.
+	// ErrUploadUnknown.
 	Resume(ctx context.Context, id string) (Upload, error)
 	// Delete removes the copy that i names, also one that was set aside. A later upload of the same digest is untouched.
 	// ErrNotFound.
@@ -73,6 +74,13 @@ type Store interface {
 
 // Upload is one blob on its way in. At most one of Append, Commit, Finish and Abort runs at a time, over all processes:
 // the others get ErrUploadBusy at once. Size and ID may be called at any time.
+//
+// An upload that has become a blob stays as a receipt until Abort, also over the end of the process: whoever did not
+// hear of its end, or could not note it, does not send anything again. Its Size is that of the blob. Commit and Finish
+// with the same digest return the blob's Info; with another one they are ErrDigestMismatch, and the receipt goes.
+// Bytes behind its end are ErrUploadUnknown. It holds while the store shows the blob: after that the upload is unknown.
+// A receipt for which no Append had returned may be lost when the process or the machine fails; then the upload is
+// unknown, or as it was before.
 type Upload interface {
 	ID() string  // letters, digits and '-' only; unguessable
 	Size() int64 // bytes received
@@ -80,28 +88,31 @@ type Upload interface {
 	// the number of bytes it kept, which stay also when r fails in the middle. On a nil error they are synced, and the
 	// saved hash state covers them. ErrSizeMismatch, ErrNoSpace.
 	Append(ctx context.Context, off int64, r io.Reader) (int64, error)
-	// Commit makes the upload the blob want. It is durable and visible on return and the upload is gone. If the store
-	// already holds want, the copy that is there stays. ErrDigestMismatch and ErrSizeMismatch keep nothing.
+	// Commit makes the upload the blob want, durable and visible on return, and leaves a receipt. If the store already
+	// holds want, one copy stays: what was just verified replaces the one that was there, whose bytes may have rotted
+	// since, wherever that costs no more than to drop it, and Info names the one that stays. Readers of the other one go
+	// on with it, but it can't be opened again. ErrDigestMismatch and ErrSizeMismatch keep nothing.
 	Commit(ctx context.Context, want identity.Digest) (Info, error)
 	// Finish is Append and Commit in one call, without making durable on the way what the blob will make durable. If r
 	// fails, the upload stays with what was received, as after an Append that failed. The errors are those of both.
 	Finish(ctx context.Context, off int64, r io.Reader, want identity.Digest) (Info, error)
-	// Abort drops the upload and its bytes. It is no error if the upload is gone already.
+	// Abort drops the upload and its bytes, or the receipt, but never the blob. It is no error if it is gone already.
 	Abort(ctx context.Context) error
 }
 
-// Uploads lists open uploads, so that abandoned ones can be purged.
+// Uploads lists open uploads and receipts, so that abandoned ones can be purged.
 type Uploads interface {
-	// Uploads yields every open upload, in no order.
+	// Uploads yields every open upload and every receipt, in no order.
 	Uploads(ctx context.Context) iter.Seq2[UploadInfo, error]
 }
 
-// UploadInfo describes an open upload.
+// UploadInfo describes an open upload, or a receipt.
 type UploadInfo struct {
 	ID      string
 	Hint    identity.Digest // what Create was told; zero for nothing
 	Size    int64           // bytes received
 	Touched time.Time       // last time a byte was stored
+	Blob    identity.Digest // what it became, also if that is gone by now; zero: it is open
 }
 
 // Ref is one acknowledged change of a repository: a name (a tag, or a manifest digest in text form) that now points

@@ -51,8 +51,9 @@ type CopyResult struct {
 // checked on the way. Blobs come before refs, so that no ref of dst names a blob that is still to come.
 //
 // It can be called again after it was interrupted at any point: a blob that is there with the same size is not read
-// again, and a blob that is there by half, an open upload whose hint is its digest, goes on from its size. ErrDiffers,
-// before anything is copied, if the refs of dst are not the first refs of src. A damaged blob of src is no error.
+// again, and a blob that is there by half, an open upload whose hint is its digest, goes on from its size. Receipts of
+// dst are dropped. ErrDiffers, before anything is copied, if the refs of dst are not the first refs of src. A damaged
+// blob of src is no error.
 func Copy(ctx context.Context, dst, src Engine, o CopyOptions) (CopyResult, error) {
 	c := &copying{dst: dst, src: src, o: o.complete()}
 	after, err := c.common(ctx)
@@ -137,6 +138,12 @@ func (c *copying) prepare(ctx context.Context) error {
 		if err != nil {
 			return fmt.Errorf("copy to: %w", err)
 		}
+		if !u.Blob.IsZero() {
+			if err := c.dropReceipt(ctx, u.ID); err != nil {
+				return fmt.Errorf("copy to: %w", err)
+			}
+			continue
+		}
 		if best, ok := c.begun[u.Hint]; !u.Hint.IsZero() && (!ok || best.Size < u.Size) {
 			c.begun[u.Hint] = u
 		}
@@ -153,6 +160,17 @@ func (c *copying) prepare(ctx context.Context) error {
 	}
 	c.o.Planned(blobs, bytes)
 	return nil
+}
+
+// dropReceipt drops what an earlier Copy that was killed left of a blob that it had copied.
+func (c *copying) dropReceipt(ctx context.Context, id string) error {
+	u, err := c.dst.Resume(ctx, id)
+	if errors.Is(err, ErrUploadUnknown) {
+		return nil
+	} else if err != nil {
+		return err
+	}
+	return u.Abort(ctx)
 }
 
 // missing yields the blobs of src that dst does not hold with the same size, and counts the others. Both listings are
@@ -308,7 +326,7 @@ func (c *copying) send(ctx context.Context, u Upload, i Info) error {
 	case got.Size != i.Size:
 		return fmt.Errorf("%w: the one that is there already has %d bytes, not %d", ErrDamaged, got.Size, i.Size)
 	}
-	return nil
+	return u.Abort(ctx) // of the receipt
 }
 
 // unreadable is for an error of src: unless src as a whole has failed, the blob is given up.

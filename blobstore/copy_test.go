@@ -130,6 +130,9 @@ func push(t *testing.T, st blobstore.Engine, b []byte) {
 	if _, err := u.Commit(t.Context(), identity.Sum(b)); err != nil {
 		t.Fatal(err)
 	}
+	if err := u.Abort(t.Context()); err != nil {
+		t.Fatal(err)
+	}
 }
 
 // begin opens an upload that has received b.

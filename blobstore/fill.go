@@ -1,6 +1,11 @@
 package blobstore
 
-import "io"
+import (
+	"fmt"
+	"io"
+
+	"github.com/kiln-registry/kiln-registry/identity"
+)
 
 // Fill reads until b is full or r has no more, and returns how much it read. Unlike io.ReadFull it returns r's own
 // error, io.EOF at its end: a request body that ends too early says so with io.ErrUnexpectedEOF. It is for engines.
@@ -15,4 +20,16 @@ func Fill(r io.Reader, b []byte) (n int, err error) {
 		}
 	}
 	return n, err
+}
+
+// AtEnd reads what comes for an upload that has become the blob d: nothing may. ErrUploadUnknown. It is for engines.
+func AtEnd(r io.Reader, d identity.Digest) error {
+	var more [1]byte
+	switch n, err := Fill(r, more[:]); {
+	case n > 0:
+		return fmt.Errorf("%w: it has ended, as %s", ErrUploadUnknown, d)
+	case err != io.EOF:
+		return err
+	}
+	return nil
 }

@@ -114,7 +114,16 @@ func (r *Registry) AppendUpload(ctx context.Context, c access.Caller, repo, id s
 		return s.Size(), err
 	}
 	n, err := s.Append(ctx, ch.Offset, ch.Body)
+	r.doubt(id, err)
 	return ch.Offset + n, r.notFull(ctx, s, err)
+}
+
+// doubt lets the next use of an upload ask the store for it again: after most failures nobody knows whether it is still
+// there.
+func (r *Registry) doubt(id string, err error) {
+	if err != nil && !errors.Is(err, blobstore.ErrUploadBusy) && !errors.Is(err, blobstore.ErrOffset) {
+		r.handles.Delete(id)
+	}
 }
 
 // notFull drops an upload for which the store had no room: its space is wanted back at once.
@@ -142,7 +151,8 @@ func (ch *Chunk) place(at, announced int64) error {
 
 // FinishUpload adds the last chunk, which may be empty, closes the upload as the blob d and makes it visible in the
 // repository. It is durable on return. The bytes are verified, and on ErrDigestInvalid and ErrSizeInvalid nothing of
-// the upload is kept. A body that breaks off is no end: the upload stays, with as many bytes as are returned. The
+// the upload is kept. A body that breaks off is no end: the upload stays, with as many bytes as are returned. So it does
+// when this process ends before the blob is visible: then it has all its bytes, and is closed with an empty chunk. The
 // errors are those of AppendUpload.
 func (r *Registry) FinishUpload(
 	ctx context.Context,
@@ -162,6 +172,7 @@ func (r *Registry) FinishUpload(
 	body := &holding{r: ch.Body, left: ch.Size, hold: func() func() { return r.locks.Hold(d) }}
 	defer body.end()
 	i, err = s.Finish(ctx, ch.Offset, body, d)
+	r.doubt(id, err)
 	return i, s.Size(), r.finished(ctx, s, repo, d, i, r.notFull(ctx, s, err))
 }
 
@@ -206,9 +217,15 @@ func (r *Registry) finished(
 	case err != nil:
 		return err
 	}
-	r.handles.Delete(s.ID())
 	r.aside.changed() // it may have healed a blob
-	return r.link(ctx, repo, i, index.DeleteUpload{ID: s.ID()})
+	if err := r.link(ctx, repo, i, index.DeleteUpload{ID: s.ID()}); err != nil {
+		return err
+	}
+	r.handles.Delete(s.ID())
+	if err := s.Abort(ctx); err != nil { // of the receipt: nobody asks for it any more
+		r.log.Warn("receipt of an upload not dropped; a purge will", "id", s.ID(), "error", err)
+	}
+	return nil
 }
 
 // CancelUpload drops an upload and its bytes. ErrBlobUploadUnknown.
@@ -225,6 +242,7 @@ func (r *Registry) drop(ctx context.Context, id string) error {
 	s, err := r.resume(ctx, id)
 	if err == nil {
 		err = s.Abort(ctx)
+		r.doubt(id, err)
 	}
 	if err != nil && !errors.Is(err, blobstore.ErrUploadUnknown) {
 		return err

@@ -2,10 +2,13 @@ package registry_test
 
 import (
 	"bytes"
+	"errors"
 	"fmt"
 	"io"
 	"net"
 	"net/http"
+	"os"
+	"path/filepath"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -14,6 +17,7 @@ import (
 	"time"
 
 	"github.com/kiln-registry/kiln-registry/api"
+	"github.com/kiln-registry/kiln-registry/blobstore/fsstore"
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/internal/durable"
 )
@@ -380,4 +384,103 @@ func TestRangeThatNoBodyHas(t *testing.T) {
 		}
 	}
 	s.want(202, "PATCH", at, []byte("hello"))
+}
+
+// A process that is killed after the store has made an upload a blob, and before the index knows it, keeps what was
+// acknowledged: the client finds all its bytes there, and closes the upload again.
+func TestKilledBeforeTheLink(t *testing.T) {
+	s := newServer(t)
+	body := bytes.Repeat([]byte("0123456789abcdef"), 10_000)
+	d := identity.Sum(body)
+	for n, header := range [][]string{
+		nil, {api.HeaderExpectDigest, d.String(), api.HeaderExpectSize, fmt.Sprint(len(body))},
+	} {
+		repo := fmt.Sprint("repo", n)
+		at := s.begin(repo, header...)
+		s.want(202, "PATCH", at, body[:100_000])
+		s.stop()
+		s.finishInStore(at[len(api.PathUploads(repo)):], body[100_000:], d)
+		s.start()
+		for range 2 {
+			a := s.want(204, "GET", at, nil)
+			if a.header.Get("Range") != fmt.Sprintf("0-%d", len(body)-1) {
+				t.Fatal(a)
+			}
+		}
+		s.want(404, "GET", api.PathBlob(repo, d), nil)
+		rest := []string{"Content-Range", fmt.Sprintf("100000-%d", len(body)-1)}
+		a := s.want(416, "PUT", at+"?digest="+d.String(), body[100_000:], rest...)
+		if a.header.Get("Range") != fmt.Sprintf("0-%d", len(body)-1) {
+			t.Fatal(a)
+		}
+		s.want(201, "PUT", at+"?digest="+d.String(), nil)
+		if got := s.want(200, "GET", api.PathBlob(repo, d), nil); !bytes.Equal(got.body, body) {
+			t.Fatal("other bytes")
+		}
+		s.want(404, "GET", at, nil)
+	}
+	for u, err := range s.store.Uploads(t.Context()) {
+		t.Error("left over", u, err)
+	}
+}
+
+// finishInStore makes an upload a blob, as a registry does whose process is killed right then.
+func (s *server) finishInStore(id string, rest []byte, d identity.Digest) {
+	s.t.Helper()
+	st, err := fsstore.Open(s.dir, fsstore.Options{})
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	u, err := st.Resume(s.t.Context(), id)
+	if err == nil {
+		_, err = u.Finish(s.t.Context(), u.Size(), bytes.NewReader(rest), d)
+	}
+	if err = errors.Join(err, st.Close()); err != nil {
+		s.t.Fatal(err)
+	}
+}
+
+// Receipts that nobody asks for are purged, and the blobs stay.
+func TestPurgeOfReceipts(t *testing.T) {
+	s := newServer(t)
+	now := time.Now()
+	at := s.begin("a")
+	s.want(202, "PATCH", at, []byte("some"))
+	s.stop()
+	d := identity.Sum([]byte("something"))
+	s.finishInStore(at[len(api.PathUploads("a")):], []byte("thing"), d)
+	s.clock = func() time.Time { return now }
+	s.start()
+	if n, err := s.reg.Purge(t.Context()); n != 0 || err != nil {
+		t.Fatal(n, err)
+	}
+	now = now.Add(8 * 24 * time.Hour)
+	if n, err := s.reg.Purge(t.Context()); n != 1 || err != nil {
+		t.Fatal(n, err)
+	}
+	for u, err := range s.store.Uploads(t.Context()) {
+		t.Fatal("left over", u, err)
+	}
+	if _, err := s.store.Stat(t.Context(), d); err != nil {
+		t.Error(err)
+	}
+}
+
+// An upload that goes while the registry has it in use is not said to be there.
+func TestUploadThatVanished(t *testing.T) {
+	s := newServer(t)
+	at := s.begin("a")
+	s.want(202, "PATCH", at, []byte("some"))
+	id := at[len(api.PathUploads("a")):]
+	for _, ext := range []string{".data", ".state"} {
+		if err := os.Remove(filepath.Join(s.dir, "uploads", id+ext)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if a := s.do("PATCH", at, []byte("more")); a.status != 404 || a.code() != api.CodeBlobUploadUnknown {
+		t.Error(a)
+	}
+	if a := s.do("GET", at, nil); a.status != 404 || a.code() != api.CodeBlobUploadUnknown {
+		t.Error(a)
+	}
 }

@@ -244,17 +244,17 @@ func eachName(ctx context.Context, dir string, fn func(name string) error) error
 func (st *Store) publish(ctx context.Context, s *session, d identity.Digest) (blobstore.Info, error) {
 	defer st.names.lock(d)()
 	fi, err := os.Lstat(st.path(d))
-	// A file of another size can't have these bytes: it is damaged, and is replaced.
+	// A name that is not durable yet is hidden, unless one of its kind has been there all along. A file of another size
+	// can't have these bytes.
 	if err != nil || fi.Size() != s.size {
 		st.names.hide(d, true)
-		if err := st.name(s, d); err != nil {
-			if _, gone := os.Lstat(st.path(d)); gone != nil {
-				st.names.hide(d, false)
-			}
-			return blobstore.Info{}, err
-		}
 	}
-	// Also for a file that was there: its name may be one that could not be made durable before.
+	if err := st.name(s, d); err != nil {
+		if _, gone := os.Lstat(st.path(d)); gone != nil {
+			st.names.hide(d, false)
+		}
+		return blobstore.Info{}, err
+	}
 	if err := st.syncShelf(d); err != nil {
 		return blobstore.Info{}, err
 	}
@@ -265,6 +265,21 @@ func (st *Store) publish(ctx context.Context, s *session, d identity.Digest) (bl
 	return st.Stat(ctx, d)
 }
 
+// reveal describes a blob that was published before, also if its name could not be made durable then, which is tried
+// again.
+func (st *Store) reveal(ctx context.Context, d identity.Digest) (blobstore.Info, error) {
+	defer st.names.lock(d)()
+	if st.names.isHidden(d) {
+		if err := st.syncShelf(d); err != nil {
+			return blobstore.Info{}, err
+		}
+		st.names.hide(d, false)
+		_ = st.dropAside(d)
+	}
+	return st.Stat(ctx, d)
+}
+
+// name replaces the file that has the name of d, if there is one.
 func (st *Store) name(s *session, d identity.Digest) error {
 	if err := st.makeShelf(d); err != nil {
 		return err
@@ -317,8 +332,8 @@ func (st *Store) Segments(ctx context.Context, i blobstore.Info) ([]byte, error)
 	return form, nil
 }
 
-// keepSegments turns the state file of an upload whose blob d stands into the midstates of d, if it has any. Every copy
-// of d has the same ones. The caller holds the lock of d.
+// keepSegments makes the midstates of an upload whose blob d stands those of d, if it has any. Every copy of d has the
+// same ones. The caller holds the lock of d.
 func (st *Store) keepSegments(s *session, d identity.Digest) error {
 	form, err := s.midstates(d)
 	if err != nil || form == nil {
@@ -328,16 +343,19 @@ func (st *Store) keepSegments(s *session, d identity.Digest) error {
 	if err := st.disk.MkdirAll(filepath.Dir(path), 0o755); err != nil {
 		return err
 	}
-	if _, err := s.state.WriteAt(form, 0); err != nil {
+	temp := st.uploadPath(s.id, uploadSegments)
+	f, err := st.disk.OpenFile(temp, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o444)
+	if err != nil {
 		return err
 	}
-	if err := s.state.Truncate(int64(len(form))); err != nil {
-		return err
+	_, err = f.Write(form)
+	if err = errors.Join(err, f.Close()); err == nil {
+		err = st.disk.Rename(temp, path)
 	}
-	if err := st.disk.Rename(s.state.Name(), path); err != nil {
-		return err
+	if err != nil {
+		err = errors.Join(err, st.disk.Remove(temp))
 	}
-	return s.state.Chmod(0o444)
+	return err
 }
 
 // dropSegments removes the midstates of d durably. The caller holds the lock of d.

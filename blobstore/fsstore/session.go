@@ -28,6 +28,8 @@ type session struct {
 	at    int             // which one it is
 
 	failed error // why saving failed; nothing more is saved then
+
+	ended *receipt // what the upload became; then it has no data, no hash and no slots
 }
 
 // open takes an upload for one call and brings it into order: afterwards size, hash and the data file agree.
@@ -67,7 +69,10 @@ func (s *session) load(ctx context.Context) (err error) {
 			return err
 		}
 	}
-	if s.data, err = s.st.disk.OpenFile(path, os.O_RDWR, 0); err != nil {
+	s.data, err = s.st.disk.OpenFile(path, os.O_RDWR, 0)
+	if errors.Is(err, fs.ErrNotExist) {
+		return s.loadReceipt()
+	} else if err != nil {
 		return err
 	}
 	if s.state, err = s.st.disk.OpenFile(s.st.uploadPath(s.id, uploadState), os.O_RDWR, 0); err != nil {
@@ -93,6 +98,20 @@ func (s *session) load(ctx context.Context) (err error) {
 		s.saved.Count = slots[1-at].Count
 	}
 	return s.catchUp(ctx, size, stale)
+}
+
+// loadReceipt is load for an upload without a data file. A state file that is no receipt, or one of a blob that is gone,
+// goes.
+func (s *session) loadReceipt() error {
+	if _, err := os.Lstat(s.st.uploadPath(s.id, uploadState)); err != nil {
+		return err
+	}
+	r, ok := s.st.receipt(s.id)
+	if !ok {
+		return errors.Join(fs.ErrNotExist, s.st.drop(s.id))
+	}
+	s.ended, s.size = &r, r.size
+	return nil
 }
 
 // catchUp deals with the bytes after the saved state: under the same boot they are what was received, and are hashed;
@@ -268,6 +287,20 @@ func (s *session) sync() error {
 		return nil
 	}
 	return s.save()
+}
+
+// seal writes down that the upload becomes d, and makes that durable as far as it has to be, see state.go, and
+// everything that was received.
+func (s *session) seal(d identity.Digest) error {
+	if err := writeReceipt(s.state, 1-s.at, receipt{d, s.size}); err != nil {
+		return err
+	}
+	if s.saved.Count == 0 || s.saved.Covered == s.size {
+		return s.sync()
+	}
+	noted := make(chan error, 1)
+	go func() { noted <- s.state.Sync() }()
+	return errors.Join(s.sync(), <-noted)
 }
 
 // save makes everything that was received durable, and then the state. If that fails, now or earlier in the background,

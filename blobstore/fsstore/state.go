@@ -18,6 +18,11 @@ import (
 // were synced before it was written. The slot with the higher Count is the current one, except that a save that failed
 // may have reached the disk all the same: see session.load.
 //
+// When the upload has become a blob the state file stays, without a data file, and is its receipt. In place of the slot
+// that was not the current one it says then of what digest, in Hint, and size, in Covered. That was synced before the
+// data file got its new name only if something of the upload had been acknowledged that the current slot does not
+// cover: where that slot covers everything, its hash says the same.
+//
 // After the slots stand the midstates of what was received, one for each edge of a segment, in order. They are written
 // before the slot that covers them and synced with it, and nothing depends on them: where a power failure, a full disk
 // or a program that knew nothing of them left a gap, the slot's Sum tells, and the blob has no midstates.
@@ -26,7 +31,8 @@ const (
 	statesAt    = 2 * slotSpacing
 	stateSize   = int64(len(lanes.State{}))
 	slotMagic   = "KUP1"
-	slotPrefix  = 8 // magic and CRC-32C of the rest
+	noteMagic   = "KUR1" // of the slot that a receipt has
+	slotPrefix  = 8      // magic and CRC-32C of the rest
 )
 
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)
@@ -50,21 +56,21 @@ type save struct {
 	at    int64  // where in the state file they belong
 }
 
-func (sl *slot) encode() ([]byte, error) {
+func (sl *slot) encode(magic string) ([]byte, error) {
 	b, err := binary.Append(make([]byte, slotPrefix), binary.LittleEndian, sl)
 	if err != nil {
 		return nil, err
 	}
-	copy(b, slotMagic)
+	copy(b, magic)
 	binary.LittleEndian.PutUint32(b[4:], crc32.Checksum(b[slotPrefix:], castagnoli))
 	return b, nil
 }
 
-// decodeSlot returns nil for bytes that are no whole slot.
-func decodeSlot(b []byte) *slot {
+// decodeSlot returns nil for bytes that are no whole slot, or one of another kind.
+func decodeSlot(b []byte, magic string) *slot {
 	var sl slot
 	n := slotPrefix + binary.Size(sl)
-	if len(b) < n || string(b[:4]) != slotMagic {
+	if len(b) < n || string(b[:4]) != magic {
 		return nil
 	}
 	if binary.LittleEndian.Uint32(b[4:]) != crc32.Checksum(b[slotPrefix:n], castagnoli) {
@@ -78,7 +84,7 @@ func decodeSlot(b []byte) *slot {
 
 // createState makes the state file of a new upload with its first slot. It is not synced: the first save does that.
 func createState(disk durable.Disk, path string, sl *slot) error {
-	b, err := sl.encode()
+	b, err := sl.encode(slotMagic)
 	if err != nil {
 		return err
 	}
@@ -98,12 +104,49 @@ func readSlots(f *durable.File) (slots [2]*slot, err error) {
 	if _, err := f.ReadAt(b, 0); err != nil {
 		return slots, fmt.Errorf("%w: read %s: %w", blobstore.ErrDamaged, f.Name(), err)
 	}
-	return [2]*slot{decodeSlot(b[:slotSpacing]), decodeSlot(b[slotSpacing:])}, nil
+	return [2]*slot{decodeSlot(b[:slotSpacing], slotMagic), decodeSlot(b[slotSpacing:statesAt], slotMagic)}, nil
+}
+
+// receipt is what an upload became.
+type receipt struct {
+	digest identity.Digest
+	size   int64
+}
+
+// readReceipt returns what the upload became whose state file this is and that has no data file, if it became anything.
+func readReceipt(b []byte) (r receipt, ok bool) {
+	if len(b) < statesAt {
+		return r, false
+	}
+	var last *slot
+	for _, half := range [][]byte{b[:slotSpacing], b[slotSpacing:statesAt]} {
+		if sl := decodeSlot(half, noteMagic); sl != nil {
+			return receipt{sl.Hint, sl.Covered}, true
+		}
+		if sl := decodeSlot(half, slotMagic); sl != nil && sl.Count > 0 && (last == nil || sl.Count > last.Count) {
+			last = sl
+		}
+	}
+	h := lanes.NewRecorder(lanes.SegmentSize)
+	if last == nil || h.UnmarshalBinary(last.Hash[:last.HashLen]) != nil {
+		return r, false
+	}
+	return receipt{identity.DigestOf(h), last.Covered}, true
+}
+
+// writeReceipt writes down, in the slot at, what an upload is about to become. It is not synced.
+func writeReceipt(f *durable.File, at int, r receipt) error {
+	b, err := (&slot{Hint: r.digest, Covered: r.size}).encode(noteMagic)
+	if err != nil {
+		return err
+	}
+	_, err = f.WriteAt(b, int64(at)*slotSpacing)
+	return err
 }
 
 // writeSave saves a state durably, in the slot at.
 func writeSave(f *durable.File, at int, sv *save) error {
-	b, err := sv.encode()
+	b, err := sv.encode(slotMagic)
 	if err != nil {
 		return err
 	}

@@ -6,7 +6,7 @@
 //	segments/sha256/ab/…     the midstates of blobs of more than 16 MiB, in the form of package lanes
 //	quarantine/abcd…         a damaged blob that was set aside; abcd….json says why
 //	uploads/ID.data          the bytes of an open upload
-//	uploads/ID.state         its saved hash state, see state.go
+//	uploads/ID.state         its saved hash state, or alone the receipt of one that became a blob, see state.go
 //	refs.log                 the refs, see frame.go
 //	LOCK                     the lock of the owning process
 //
@@ -289,8 +289,8 @@ func (st *Store) syncShelves() error {
 	return st.disk.SyncDir(root)
 }
 
-// sweep removes the halves of uploads that a killed process was creating, committing or dropping, and makes the saved
-// states of the others durable.
+// sweep removes the halves of uploads that a killed process was creating or dropping, and makes the saved states of the
+// others durable, and receipts.
 func (st *Store) sweep(notify func(string)) error {
 	dir := filepath.Join(st.dir, uploadsName)
 	if err := st.disk.MkdirAll(dir, 0o755); err != nil {
@@ -299,12 +299,16 @@ func (st *Store) sweep(notify func(string)) error {
 	halves := map[string]string{uploadData: uploadState, uploadState: uploadData}
 	err := st.eachUploadFile(context.Background(), func(id, ext string) error {
 		path, other := st.uploadPath(id, ext), st.uploadPath(id, halves[ext])
+		if ext == uploadSegments { // of a commit that did not come to its end
+			return st.disk.Remove(path)
+		}
 		_, err := os.Lstat(other)
+		_, ended := st.receipt(id)
 		switch {
-		case errors.Is(err, fs.ErrNotExist):
+		case errors.Is(err, fs.ErrNotExist) && (ext == uploadData || !ended):
 			notify(fmt.Sprintf("removed %s: %s is not there", filepath.Base(path), filepath.Base(other)))
 			return st.disk.Remove(path)
-		case err != nil || ext == uploadData:
+		case err != nil && !errors.Is(err, fs.ErrNotExist) || ext == uploadData:
 			return err
 		}
 		return st.syncFile(path)

@@ -19,10 +19,11 @@ import (
 	"github.com/kiln-registry/kiln-registry/internal/durable"
 )
 
-// The two files of an upload.
+// The two files of an upload, and one that becomes the midstates of its blob.
 const (
-	uploadData  = ".data"
-	uploadState = ".state"
+	uploadData     = ".data"
+	uploadState    = ".state"
+	uploadSegments = ".segments"
 )
 
 func (st *Store) uploadPath(id, ext string) string { return filepath.Join(st.dir, uploadsName, id+ext) }
@@ -86,25 +87,53 @@ func (st *Store) drop(id string) error {
 // received: those after the last saved state are still in the system's cache, are hashed now and made durable. After
 // another start of the machine they are dropped, as nothing says that they reached the disk.
 func (st *Store) Resume(ctx context.Context, id string) (blobstore.Upload, error) {
+	u := &upload{st: st, id: id}
 	s, err := st.open(ctx, id)
 	switch {
 	case errors.Is(err, blobstore.ErrUploadBusy): // in order, then, and open in this process
 	case err != nil:
 		return nil, fmt.Errorf("resume upload %s: %w", id, err)
 	default:
+		u.size.Store(s.size)
 		s.close()
 	}
-	return &upload{st: st, id: id}, nil
+	return u, nil
+}
+
+// receipt returns what an upload without a data file became, while the blob is there.
+func (st *Store) receipt(id string) (r receipt, ok bool) {
+	if r, ok = st.anyReceipt(id); !ok {
+		return r, false
+	}
+	fi, err := os.Lstat(st.path(r.digest))
+	return r, err == nil && fi.Size() == r.size
+}
+
+// anyReceipt returns what an upload without a data file became.
+func (st *Store) anyReceipt(id string) (r receipt, ok bool) {
+	f, err := os.Open(st.uploadPath(id, uploadState))
+	if err != nil {
+		return r, false
+	}
+	defer f.Close()
+	b := make([]byte, statesAt)
+	if _, err := f.ReadAt(b, 0); err != nil {
+		return r, false
+	}
+	return readReceipt(b)
 }
 
 // Uploads implements blobstore.Uploads.
 func (st *Store) Uploads(ctx context.Context) iter.Seq2[blobstore.UploadInfo, error] {
 	return func(yield func(blobstore.UploadInfo, error) bool) {
 		err := st.eachUploadFile(ctx, func(id, ext string) error {
-			if ext != uploadData {
+			describe := st.describeUpload
+			if ext == uploadState {
+				describe = st.describeReceipt
+			} else if ext != uploadData {
 				return nil
 			}
-			i, err := st.describeUpload(id)
+			i, err := describe(id)
 			if errors.Is(err, fs.ErrNotExist) {
 				return nil
 			} else if err != nil {
@@ -146,10 +175,26 @@ func (st *Store) describeUpload(id string) (i blobstore.UploadInfo, err error) {
 	return i, err
 }
 
+// describeReceipt returns fs.ErrNotExist for an upload that has not ended.
+func (st *Store) describeReceipt(id string) (i blobstore.UploadInfo, err error) {
+	if _, err := os.Lstat(st.uploadPath(id, uploadData)); err == nil {
+		return i, fs.ErrNotExist
+	}
+	fi, err := os.Lstat(st.uploadPath(id, uploadState))
+	if err != nil {
+		return i, err
+	}
+	r, ok := st.anyReceipt(id)
+	if !ok {
+		return i, fs.ErrNotExist
+	}
+	return blobstore.UploadInfo{ID: id, Size: r.size, Touched: fi.ModTime(), Blob: r.digest}, nil
+}
+
 func (st *Store) eachUploadFile(ctx context.Context, fn func(id, ext string) error) error {
 	return eachName(ctx, filepath.Join(st.dir, uploadsName), func(name string) error {
 		id, ext := strings.TrimSuffix(name, filepath.Ext(name)), filepath.Ext(name)
-		if !validID(id) || ext != uploadData && ext != uploadState {
+		if !validID(id) || ext != uploadData && ext != uploadState && ext != uploadSegments {
 			return nil
 		}
 		return fn(id, ext)
@@ -188,10 +233,12 @@ type upload struct {
 
 func (u *upload) ID() string { return u.id }
 
-// Size returns the bytes received, also while an Append runs. After the end of the upload it is what was last seen.
+// Size returns the bytes received, also while an Append runs. Of an upload that is gone it is what was last seen.
 func (u *upload) Size() int64 {
 	if fi, err := os.Lstat(u.st.uploadPath(u.id, uploadData)); err == nil {
 		u.size.Store(fi.Size())
+	} else if r, ok := u.st.receipt(u.id); ok {
+		u.size.Store(r.size)
 	}
 	return u.size.Load()
 }
@@ -203,27 +250,32 @@ func (u *upload) Append(ctx context.Context, off int64, r io.Reader) (int64, err
 		return 0, fmt.Errorf("append to upload %s: %w", u.id, err)
 	}
 	defer s.close()
-	if err := s.begins(off); err != nil {
-		return 0, fmt.Errorf("append to upload %s: %w", u.id, err)
+	if err = s.begins(off); err == nil && s.ended != nil {
+		err = blobstore.AtEnd(r, s.ended.digest)
+	}
+	if err != nil || s.ended != nil {
+		return 0, fail("append to", u.id, err)
 	}
 	err = s.receive(ctx, r)
 	if saved := s.save(); saved != nil {
 		err = errors.Join(err, saved)
 	}
 	u.size.Store(s.size)
-	if err != nil {
-		err = fmt.Errorf("append to upload %s: %w", u.id, full(err))
+	return s.size - off, fail("append to", u.id, err)
+}
+
+// fail says of an error what was being done.
+func fail(what, id string, err error) error {
+	if err == nil {
+		return nil
 	}
-	return s.size - off, err
+	return fmt.Errorf("%s upload %s: %w", what, id, full(err))
 }
 
 // Commit implements blobstore.Upload. An announced digest or size that does not come true is a mismatch.
 func (u *upload) Commit(ctx context.Context, want identity.Digest) (blobstore.Info, error) {
 	i, err := u.commit(ctx, want)
-	if err != nil {
-		err = fmt.Errorf("commit upload %s: %w", u.id, full(err))
-	}
-	return i, err
+	return i, fail("commit", u.id, err)
 }
 
 func (u *upload) commit(ctx context.Context, want identity.Digest) (blobstore.Info, error) {
@@ -239,10 +291,7 @@ func (u *upload) commit(ctx context.Context, want identity.Digest) (blobstore.In
 // Finish implements blobstore.Upload. The bytes of r are synced once, and no state is saved for the last of them.
 func (u *upload) Finish(ctx context.Context, off int64, r io.Reader, want identity.Digest) (blobstore.Info, error) {
 	i, err := u.finish(ctx, off, r, want)
-	if err != nil {
-		err = fmt.Errorf("finish upload %s: %w", u.id, full(err))
-	}
-	return i, err
+	return i, fail("finish", u.id, err)
 }
 
 func (u *upload) finish(ctx context.Context, off int64, r io.Reader, want identity.Digest) (blobstore.Info, error) {
@@ -253,6 +302,12 @@ func (u *upload) finish(ctx context.Context, off int64, r io.Reader, want identi
 	defer s.close()
 	if err := s.begins(off); err != nil {
 		return blobstore.Info{}, err
+	}
+	if s.ended != nil {
+		if err := blobstore.AtEnd(r, s.ended.digest); err != nil {
+			return blobstore.Info{}, err
+		}
+		return u.again(ctx, s, want)
 	}
 	err = s.receive(ctx, r)
 	if errors.Is(err, blobstore.ErrSizeMismatch) {
@@ -267,22 +322,32 @@ func (u *upload) finish(ctx context.Context, off int64, r io.Reader, want identi
 	return u.end(ctx, s, want)
 }
 
+// again is the end of an upload that has ended already.
+func (u *upload) again(ctx context.Context, s *session, want identity.Digest) (blobstore.Info, error) {
+	if got := s.ended.digest; got != want {
+		err := fmt.Errorf("%w: received %s, asked for %s", blobstore.ErrDigestMismatch, got, want)
+		return blobstore.Info{}, errors.Join(err, u.st.drop(u.id))
+	}
+	i, err := u.st.reveal(ctx, want)
+	if errors.Is(err, blobstore.ErrNotFound) {
+		err = errors.Join(blobstore.ErrUploadUnknown, u.st.drop(u.id))
+	}
+	return i, err
+}
+
 // end makes an upload that has all its bytes a blob.
 func (u *upload) end(ctx context.Context, s *session, want identity.Digest) (blobstore.Info, error) {
+	if s.ended != nil {
+		return u.again(ctx, s, want)
+	}
 	if err := s.check(want); err != nil {
 		return blobstore.Info{}, errors.Join(err, u.st.drop(u.id))
 	}
-	if err := s.sync(); err != nil {
+	if err := s.seal(want); err != nil {
 		u.size.Store(s.size)
 		return blobstore.Info{}, err
 	}
-	i, err := u.st.publish(ctx, s, want)
-	if err != nil {
-		return blobstore.Info{}, err
-	}
-	// The blob stands: what can't be removed now is found by the next Open, or by a purge of uploads.
-	_ = u.st.drop(u.id)
-	return i, nil
+	return u.st.publish(ctx, s, want)
 }
 
 // Abort implements blobstore.Upload.
@@ -293,8 +358,5 @@ func (u *upload) Abort(ctx context.Context) error {
 		defer u.st.give(u.id)
 		err = u.st.drop(u.id)
 	}
-	if err != nil {
-		err = fmt.Errorf("abort upload %s: %w", u.id, err)
-	}
-	return err
+	return fail("abort", u.id, err)
 }

@@ -35,7 +35,11 @@ func pushAll(st *Store, b []byte) (blobstore.Info, error) {
 	if _, err := u.Append(context.Background(), 0, bytes.NewReader(b)); err != nil {
 		return blobstore.Info{}, err
 	}
-	return u.Commit(context.Background(), identity.Sum(b))
+	i, err := u.Commit(context.Background(), identity.Sum(b))
+	if err != nil {
+		return i, err
+	}
+	return i, u.Abort(context.Background())
 }
 
 // faulty is a disk with a fault that can be set while the store is open.
@@ -84,13 +88,16 @@ func begin(t *testing.T, st *Store, data []byte, off int) blobstore.Upload {
 	return u
 }
 
-// end appends what is missing and commits.
+// end appends what is missing, commits and drops the receipt.
 func end(t *testing.T, u blobstore.Upload, data []byte) {
 	t.Helper()
 	if _, err := u.Append(t.Context(), u.Size(), bytes.NewReader(data[u.Size():])); err != nil {
 		t.Fatal(err)
 	}
 	if _, err := u.Commit(t.Context(), identity.Sum(data)); err != nil {
+		t.Error(err)
+	}
+	if err := u.Abort(t.Context()); err != nil {
 		t.Error(err)
 	}
 }
@@ -394,4 +401,42 @@ func TestFailedCommitCanBeRetried(t *testing.T) {
 	}
 	end(t, u, data)
 	checkBlob(t, st.path(identity.Sum(data)))
+}
+
+// TestPushOverDamage: whoever pushes the right bytes over a copy that has rotted heals it, also one that nobody has found
+// yet, of the same size or not. Readers never find that the blob is not there.
+func TestPushOverDamage(t *testing.T) {
+	st, f := openFaulty(t)
+	data := pattern(300_000, "rot")
+	i := push(t, st, data)
+	for name, spoil := range map[string]func() error{
+		"flipped": func() error { return os.WriteFile(st.path(i.Digest), pattern(300_000, "other"), 0o600) },
+		"cut":     func() error { return os.Truncate(st.path(i.Digest), 1000) },
+		"grown":   func() error { return os.Truncate(st.path(i.Digest), 1<<20) },
+		"whole":   func() error { return nil },
+	} {
+		if err := os.Chmod(st.path(i.Digest), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		if err := spoil(); err != nil {
+			t.Fatal(err)
+		}
+		rotten := name == "cut" || name == "grown" // can't be taken for the blob
+		f.fault = func(op durable.Op, path string, do func() error) error {
+			if _, err := st.Stat(t.Context(), i.Digest); err != nil && !rotten {
+				t.Errorf("%s: %s %s: the blob is not there: %v", name, op, path, err)
+			}
+			return unsynced(op, path, do)
+		}
+		again := push(t, st, data)
+		f.fault = nil
+		if again.Generation == i.Generation {
+			t.Errorf("%s: still generation %s", name, i.Generation)
+		}
+		if err := st.Delete(t.Context(), i); !errors.Is(err, blobstore.ErrNotFound) {
+			t.Errorf("%s: delete of the copy that was replaced: %v", name, err)
+		}
+		i = again
+		checkBlob(t, st.path(i.Digest))
+	}
 }

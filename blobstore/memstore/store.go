@@ -73,6 +73,7 @@ type aside struct {
 }
 
 type session struct {
+	blob      blobstore.Info // what it became; zero: it is open, and else it has no data
 	data      []byte
 	hash      *lanes.Recorder // of data
 	hint      identity.Digest
@@ -172,7 +173,7 @@ func (st *Store) Check() error {
 		}
 	}
 	for id, s := range st.uploads {
-		if identity.DigestOf(s.hash) != identity.Sum(s.data) {
+		if s.blob == (blobstore.Info{}) && identity.DigestOf(s.hash) != identity.Sum(s.data) {
 			errs = append(errs, fmt.Errorf("%w: hash state of upload %s", blobstore.ErrDamaged, id))
 		}
 	}
@@ -282,7 +283,9 @@ func (st *Store) Uploads(ctx context.Context) iter.Seq2[blobstore.UploadInfo, er
 		err := st.view(ctx, func() error {
 			for _, id := range slices.Collect(maps.Keys(st.uploads)) {
 				s := st.uploads[id]
-				found = append(found, blobstore.UploadInfo{ID: id, Hint: s.hint, Size: int64(len(s.data)), Touched: s.touched})
+				found = append(found, blobstore.UploadInfo{
+					ID: id, Hint: s.hint, Size: s.size(), Touched: s.touched, Blob: s.blob.Digest,
+				})
 			}
 			return nil
 		})

@@ -1,6 +1,7 @@
 package memstore
 
 import (
+	"bytes"
 	"errors"
 	"strings"
 	"testing"
@@ -103,4 +104,27 @@ func filled(t *testing.T) (*Store, blobstore.Upload) {
 		t.Fatal(err)
 	}
 	return st, last
+}
+
+// TestPushOverDamage: whoever pushes the right bytes over a copy that has rotted heals it.
+func TestPushOverDamage(t *testing.T) {
+	st, b := New(), []byte("some bytes")
+	d := identity.Sum(b)
+	for range 2 {
+		u, err := st.Create(t.Context(), d, int64(len(b)))
+		if err != nil {
+			t.Fatal(err)
+		}
+		i, err := u.Finish(t.Context(), 0, bytes.NewReader(b), d)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := errors.Join(st.Check(), u.Abort(t.Context())); err != nil {
+			t.Fatal(err)
+		}
+		st.blobs[d].data[0]++
+		if _, err := st.Open(t.Context(), i, 0, -1); !errors.Is(err, blobstore.ErrDamaged) {
+			t.Errorf("open of what has rotted: %v", err)
+		}
+	}
 }

@@ -33,7 +33,8 @@ func (st *Store) Create(ctx context.Context, hint identity.Digest, size int64) (
 // Resume implements blobstore.Store.
 func (st *Store) Resume(ctx context.Context, id string) (blobstore.Upload, error) {
 	err := st.view(ctx, func() error {
-		if st.uploads[id] == nil {
+		if !st.open(st.uploads[id]) {
+			delete(st.uploads, id)
 			return fmt.Errorf("resume upload %s: %w", id, blobstore.ErrUploadUnknown)
 		}
 		return nil
@@ -43,6 +44,13 @@ func (st *Store) Resume(ctx context.Context, id string) (blobstore.Upload, error
 	}
 	return &upload{st: st, id: id}, nil
 }
+
+// open says whether an upload may be gone on with: it has not ended, or the blob that it became is there.
+func (st *Store) open(s *session) bool {
+	return s != nil && (s.blob == (blobstore.Info{}) || st.blobs[s.blob.Digest] != nil)
+}
+
+func (s *session) size() int64 { return s.blob.Size + int64(len(s.data)) }
 
 type upload struct {
 	st   *Store
@@ -56,7 +64,7 @@ func (u *upload) Size() int64 {
 	u.st.mu.Lock()
 	defer u.st.mu.Unlock()
 	if s := u.st.uploads[u.id]; s != nil {
-		u.size = int64(len(s.data))
+		u.size = s.size()
 	}
 	return u.size
 }
@@ -66,7 +74,8 @@ func (u *upload) take(ctx context.Context) (s *session, err error) {
 	err = u.st.view(ctx, func() error {
 		s = u.st.uploads[u.id]
 		switch {
-		case s == nil:
+		case !u.st.open(s):
+			delete(u.st.uploads, u.id)
 			return blobstore.ErrUploadUnknown
 		case s.busy:
 			return blobstore.ErrUploadBusy
@@ -99,6 +108,9 @@ func (u *upload) Append(ctx context.Context, off int64, r io.Reader) (kept int64
 	defer u.give(s)
 	if has := u.Size(); off != has {
 		return 0, u.fail("append to", fmt.Errorf("%w: it has %d bytes, not %d", blobstore.ErrOffset, has, off))
+	}
+	if d := s.blob.Digest; !d.IsZero() {
+		return 0, u.fail("append to", blobstore.AtEnd(r, d))
 	}
 	for err == nil {
 		piece := make([]byte, 64<<10)
@@ -142,9 +154,18 @@ func (u *upload) Commit(ctx context.Context, want identity.Digest) (i blobstore.
 			delete(u.st.uploads, u.id)
 			return err
 		}
-		i, err = u.st.show(want, s)
-		delete(u.st.uploads, u.id)
-		return err
+		if s.blob == (blobstore.Info{}) {
+			if i, err = u.st.show(want, s); err != nil {
+				return err
+			}
+			s.blob, s.data, s.hash, s.touched = i, nil, nil, time.Now()
+		}
+		if !u.st.open(s) {
+			delete(u.st.uploads, u.id)
+			return blobstore.ErrUploadUnknown
+		}
+		i = u.st.blobs[want].Info
+		return nil
 	})
 	if err != nil {
 		return blobstore.Info{}, u.fail("commit", err)
@@ -152,11 +173,8 @@ func (u *upload) Commit(ctx context.Context, want identity.Digest) (i blobstore.
 	return i, nil
 }
 
-// show makes a session that has all its bytes the blob d, unless it is there.
+// show makes a session that has all its bytes the blob d, in place of the one that is there.
 func (st *Store) show(d identity.Digest, s *session) (blobstore.Info, error) {
-	if b := st.blobs[d]; b != nil {
-		return b.Info, nil
-	}
 	midstates, err := s.midstates(d, st.segment)
 	if err != nil {
 		return blobstore.Info{}, err
@@ -178,6 +196,12 @@ func (u *upload) Finish(ctx context.Context, off int64, r io.Reader, want identi
 }
 
 func (s *session) check(want identity.Digest) error {
+	if got := s.blob.Digest; !got.IsZero() {
+		if got != want {
+			return fmt.Errorf("%w: received %s, asked for %s", blobstore.ErrDigestMismatch, got, want)
+		}
+		return nil
+	}
 	got := identity.DigestOf(s.hash)
 	switch {
 	case got != identity.Sum(s.data):

@@ -213,6 +213,9 @@ func (st *Store) delete(ctx context.Context, i blobstore.Info) error {
 	if err := st.change(ctx); err != nil {
 		return err
 	}
+	if err := st.dropReceipt(ctx, i); err != nil {
+		return err
+	}
 	hidden, err := st.hide(ctx, i)
 	if err != nil {
 		return err
@@ -226,6 +229,16 @@ func (st *Store) delete(ctx context.Context, i blobstore.Info) error {
 	if !hidden {
 		return blobstore.ErrNotFound
 	}
+	return nil
+}
+
+// dropReceipt removes what is left of the upload that made a copy, which must not become the same copy another time.
+func (st *Store) dropReceipt(ctx context.Context, i blobstore.Info) error {
+	id := strings.TrimPrefix(i.Generation, unnamedMark)
+	if err := st.b.Remove(ctx, st.stateKey(id)); err != nil {
+		return err
+	}
+	st.setEnded(id, nil)
 	return nil
 }
 
@@ -339,6 +352,33 @@ func (st *Store) publish(ctx context.Context, d identity.Digest, copy string, si
 		}
 		if err := st.b.Pause(ctx, tries); err != nil {
 			return blobstore.Info{}, err
+		}
+	}
+}
+
+// rely describes a blob that is shown and whose bytes are there, and puts its marker anew, so that whoever was about to
+// hide it finds that somebody relies on it.
+func (st *Store) rely(ctx context.Context, d identity.Digest) (i blobstore.Info, err error) {
+	if err := st.change(ctx); err != nil {
+		return i, err
+	}
+	defer st.ordered()()
+	for tries := 0; ; tries++ {
+		show, only, err := st.vacancy(ctx, d, live{})
+		if err == nil && show.Copy == "" {
+			err = blobstore.ErrNotFound
+		}
+		if err == nil {
+			err = st.show(ctx, d, show, only)
+		}
+		if err == nil {
+			return st.Stat(ctx, d)
+		}
+		if !errors.Is(err, bucket.ErrConflict) || tries >= bucket.Attempts {
+			return i, err
+		}
+		if err := st.b.Pause(ctx, tries); err != nil {
+			return i, err
 		}
 	}
 }

@@ -103,8 +103,11 @@ func testCut(s *site, b []byte, cuts []int, how pushing, finish bool) {
 	}
 	s.must(err)
 	s.holds(stores[0], b)
-	_, err = stores[0].Resume(s.ctx, u.ID())
-	s.want("resume after the end", err, blobstore.ErrUploadUnknown)
+	u, err = stores[0].Resume(s.ctx, u.ID())
+	s.must(err)
+	if again, err := u.Commit(s.ctx, d); err != nil || u.Size() != int64(len(b)) || again.Size != u.Size() {
+		s.Errorf("the receipt has %d bytes, of %d, and is of %+v, %v", u.Size(), len(b), again, err)
+	}
 	s.clean()
 }
 
@@ -120,6 +123,12 @@ func TestTails(t *testing.T) {
 		t.Errorf("%+v of %d bytes", i, len(b))
 	}
 	s.holds(st, b)
+	for up, err := range st.Uploads(s.ctx) {
+		s.must(err)
+		u, err := st.Resume(s.ctx, up.ID)
+		s.must(err)
+		s.must(u.Abort(s.ctx))
+	}
 	for o, err := range st.b.List(s.ctx, st.b.Key(tailsName), "", 0) {
 		t.Errorf("%s is left although its bytes are elsewhere: %v", o.Key, err)
 	}

@@ -111,6 +111,9 @@ func (st *Store) setAside(ctx context.Context, i blobstore.Info, why string) err
 	} else if err != nil {
 		return err
 	}
+	if err := st.dropReceipt(ctx, i); err != nil {
+		return err
+	}
 	n := note{l.Copy, l.Size, o.Modified, why, time.Now().UTC()}
 	body, err := seal(n)
 	if err != nil {

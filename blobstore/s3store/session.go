@@ -9,6 +9,7 @@ import (
 	"io"
 	"math"
 	"slices"
+	"strings"
 	"sync/atomic"
 
 	"github.com/kiln-registry/kiln-registry/blobstore"
@@ -39,6 +40,8 @@ type state struct {
 	Size      int64           `json:"size"`            // bytes in parts and tails
 	Hash      []byte          `json:"hash"`            // saved state of identity.NewHash over them
 	Ended     bool            `json:"ended,omitempty"` // what is left of the upload is only to be removed
+	Became    identity.Digest `json:"became,omitzero"` // the blob of which another copy is shown than that of the upload
+	Whole     int64           `json:"whole,omitempty"` // the size of that
 	Writer    string          `json:"writer"`          // the session that saved it
 }
 
@@ -49,7 +52,18 @@ type tail struct {
 	CRC  uint32 `json:"crc32c"`
 }
 
-// session is one call's hold on an upload. Between calls nothing of an upload is in memory.
+// receipt is what an upload became, and what is left of it.
+//
+// That an upload has ended stands in the marker of the blob, which names its copy, or else, where another copy is shown,
+// in its state. So that it is never gone on with when that copy is gone, its state goes before the copy does.
+type receipt struct {
+	digest identity.Digest
+	size   int64
+	state  state
+	etag   string
+}
+
+// session is one call's hold on an upload. Between calls nothing of an upload is in memory, but what it became.
 type session struct {
 	st   *Store
 	id   string
@@ -68,6 +82,8 @@ type session struct {
 
 	sending chan error // the part on its way; nil when there is none
 	failed  error      // why a part could not be sent
+
+	ended *receipt // what the upload became
 }
 
 func (st *Store) stateKey(id string) string { return st.b.Key(uploadsName, id) }
@@ -124,6 +140,11 @@ func (st *Store) begin(ctx context.Context, id string, bytes bool) (*session, er
 	if err := st.take(s); err != nil {
 		return nil, err
 	}
+	if s.ended = st.endedAs(id); s.ended != nil {
+		s.cur, s.saved, s.etag = s.ended.state, s.ended.state.clone(), s.ended.etag
+		s.size.Store(s.ended.size)
+		return s, nil
+	}
 	err := s.load(ctx, bytes)
 	if err == nil && s.cur.Ended {
 		err = and(blobstore.ErrUploadUnknown, s.drop(ctx))
@@ -137,6 +158,47 @@ func (st *Store) begin(ctx context.Context, id string, bytes bool) (*session, er
 		return nil, err
 	}
 	return s, nil
+}
+
+// endedAs returns what an upload became, as far as this process knows.
+func (st *Store) endedAs(id string) *receipt {
+	st.mu.Lock()
+	defer st.mu.Unlock()
+	return st.ended[id]
+}
+
+func (st *Store) setEnded(id string, r *receipt) {
+	st.mu.Lock()
+	defer st.mu.Unlock()
+	if r == nil {
+		delete(st.ended, id)
+	} else {
+		st.ended[id] = r
+	}
+}
+
+// findEnded says what an upload became whose state this is; nil: it has not ended. It is remembered.
+func (st *Store) findEnded(ctx context.Context, id string, s state, etag string) (*receipt, error) {
+	if r := st.endedAs(id); r != nil {
+		return r, nil
+	}
+	r := &receipt{s.Became, s.Whole, s, etag}
+	if s.Became.IsZero() {
+		if s.Ended || s.Target.IsZero() {
+			return nil, nil
+		}
+		l, _, err := st.readLive(ctx, s.Target)
+		switch {
+		case errors.Is(err, bucket.ErrAbsent), errors.Is(err, blobstore.ErrDamaged), // a marker that the end replaces
+			err == nil && strings.TrimPrefix(l.Copy, unnamedMark) != id:
+			return nil, nil
+		case err != nil:
+			return nil, err
+		}
+		r.digest, r.size = s.Target, l.Size
+	}
+	st.setEnded(id, r)
+	return r, nil
 }
 
 func (st *Store) take(s *session) error {
@@ -438,7 +500,7 @@ func (s *session) dropTails(ctx context.Context, before []tail) {
 func (s *session) same() bool {
 	a, b := &s.cur, &s.saved
 	return a.Size == b.Size && a.Parted == b.Parted && a.Multipart == b.Multipart && a.Target == b.Target &&
-		a.Unnamed == b.Unnamed && a.Ended == b.Ended && len(a.Tails) == len(b.Tails)
+		a.Unnamed == b.Unnamed && a.Ended == b.Ended && a.Became == b.Became && len(a.Tails) == len(b.Tails)
 }
 
 // drop removes an upload and its bytes. A copy that is shown stays.
@@ -447,6 +509,10 @@ func (s *session) drop(ctx context.Context) error {
 	s.wait()
 	if err := s.st.change(ctx); err != nil {
 		return err
+	}
+	if s.ended != nil {
+		s.st.setEnded(s.id, nil)
+		return s.clear(ctx)
 	}
 	if err := s.end(ctx); err != nil {
 		return err

@@ -6,7 +6,7 @@
 //	blobs/HEX/live              which copy of a blob is shown, or that none is, see blob.go
 //	blobs/HEX/COPY              the bytes of a copy, or a stub where they are unnamed/ID
 //	unnamed/ID                  the bytes of a copy whose digest was not known when the first of them came
-//	uploads/ID                  an open upload, see session.go
+//	uploads/ID                  an open upload, or the receipt of one that became a blob, see session.go
 //	tails/ID/OFFSET             its bytes after the last whole part
 //	aside/HEX                   why a copy was set aside, see quarantine.go
 //	refs/NUMBER                 the refs, a log of objects, see refs.go
@@ -78,8 +78,9 @@ type Store struct {
 	partMin     int64     // smallest size of a part but the last; less in tests
 	saveEvery   int64     // bytes
 
-	mu     sync.Mutex // guards active and aside
+	mu     sync.Mutex // guards active, ended and aside
 	active map[string]*session
+	ended  map[string]*receipt      // as far as this process knows
 	aside  map[identity.Digest]note // what is set aside, as far as this process knows
 
 	serial sync.Mutex // held around changes that a server with conditional writes would order
@@ -230,8 +231,8 @@ func Open(ctx context.Context, c Config, o Options) (*Store, error) {
 		return nil, err
 	}
 	st := &Store{
-		b: b, notify: o.Notify, active: map[string]*session{}, aside: map[identity.Digest]note{},
-		partMin: partMin, saveEvery: saveEvery,
+		b: b, notify: o.Notify, active: map[string]*session{}, ended: map[string]*receipt{},
+		aside: map[identity.Digest]note{}, partMin: partMin, saveEvery: saveEvery,
 	}
 	if st.notify == nil {
 		st.notify = func(string) {}

@@ -45,19 +45,35 @@ func (st *Store) create(ctx context.Context, hint identity.Digest, size int64) (
 // Resume implements blobstore.Store. The upload goes on behind the last state that was saved: at the end of the last
 // Append that returned, or of the last parts that one which was killed had saved.
 func (st *Store) Resume(ctx context.Context, id string) (blobstore.Upload, error) {
-	s, err := st.loadState(ctx, id)
+	u := &upload{st: st, id: id}
+	if err := u.resume(ctx); err != nil {
+		return nil, fmt.Errorf("resume upload %.80q: %w", id, err)
+	}
+	return u, nil
+}
+
+func (u *upload) resume(ctx context.Context) error {
+	s, o, err := u.st.readState(ctx, u.id)
 	if errors.Is(err, blobstore.ErrDamaged) || s.Ended {
 		var held *session
-		if held, err = st.begin(ctx, id, false); err == nil { // which would have dropped it: it has been put right
+		if held, err = u.st.begin(ctx, u.id, false); err == nil { // which would have dropped it: it has been put right
 			held.close()
 		}
 	}
 	if err != nil {
-		return nil, fmt.Errorf("resume upload %.80q: %w", id, err)
+		return err
 	}
-	u := &upload{st: st, id: id}
 	u.size.Store(s.Size)
-	return u, nil
+	r, err := u.st.findEnded(ctx, u.id, s, o.ETag)
+	if err != nil || r == nil {
+		return err
+	}
+	u.size.Store(r.size)
+	_, err = u.st.Stat(ctx, r.digest)
+	if errors.Is(err, blobstore.ErrNotFound) {
+		err = and(blobstore.ErrUploadUnknown, u.Abort(ctx))
+	}
+	return err
 }
 
 // Uploads implements blobstore.Uploads.
@@ -68,8 +84,7 @@ func (st *Store) Uploads(ctx context.Context) iter.Seq2[blobstore.UploadInfo, er
 			i := blobstore.UploadInfo{ID: strings.TrimPrefix(o.Key, prefix), Touched: o.Modified}
 			var s state
 			if err == nil {
-				s, err = st.loadState(ctx, i.ID)
-				i.Hint, i.Size = s.Hint, s.Size
+				s, err = st.describeUpload(ctx, &i)
 			}
 			switch {
 			case errors.Is(err, blobstore.ErrUploadUnknown), s.Ended:
@@ -87,6 +102,20 @@ func (st *Store) Uploads(ctx context.Context) iter.Seq2[blobstore.UploadInfo, er
 	}
 }
 
+// describeUpload fills in what the state of an upload says.
+func (st *Store) describeUpload(ctx context.Context, i *blobstore.UploadInfo) (state, error) {
+	s, o, err := st.readState(ctx, i.ID)
+	if err != nil {
+		return s, err
+	}
+	i.Hint, i.Size = s.Hint, s.Size
+	r, err := st.findEnded(ctx, i.ID, s, o.ETag)
+	if r != nil {
+		i.Blob, i.Size = r.digest, r.size
+	}
+	return s, err
+}
+
 // upload is a handle: what an upload is stands in the bucket, so handles of one id need not know of each other.
 type upload struct {
 	st   *Store
@@ -101,6 +130,9 @@ func (u *upload) Size() int64 {
 	u.st.mu.Lock()
 	s := u.st.active[u.id]
 	u.st.mu.Unlock()
+	if r := u.st.endedAs(u.id); r != nil {
+		return r.size
+	}
 	if s != nil {
 		return s.size.Load()
 	}
@@ -125,6 +157,9 @@ func (u *upload) append(ctx context.Context, off int64, r io.Reader) (int64, err
 	defer u.end(s)
 	if err := s.begins(off); err != nil {
 		return 0, err
+	}
+	if s.ended != nil {
+		return 0, blobstore.AtEnd(r, s.ended.digest)
 	}
 	if err = s.receive(ctx, r); err == nil {
 		s.sendLast(ctx)
@@ -187,6 +222,12 @@ func (u *upload) Finish(ctx context.Context, off int64, r io.Reader, want identi
 }
 
 func (u *upload) finish(ctx context.Context, s *session, r io.Reader, want identity.Digest) (blobstore.Info, error) {
+	if s.ended != nil {
+		if err := blobstore.AtEnd(r, s.ended.digest); err != nil {
+			return blobstore.Info{}, err
+		}
+		return s.again(ctx, want)
+	}
 	if s.cur.Hint.IsZero() && s.cur.Multipart == "" {
 		s.cur.Target = want
 	}
@@ -203,6 +244,9 @@ func (u *upload) finish(ctx context.Context, s *session, r io.Reader, want ident
 
 // commit makes an upload that has all its bytes a blob.
 func (u *upload) commit(ctx context.Context, s *session, want identity.Digest) (blobstore.Info, error) {
+	if s.ended != nil {
+		return s.again(ctx, want)
+	}
 	if err := s.check(want); err != nil {
 		return blobstore.Info{}, and(err, s.drop(ctx))
 	}
@@ -214,7 +258,20 @@ func (u *upload) commit(ctx context.Context, s *session, want identity.Digest) (
 	return i, nil
 }
 
-// publish stores, confirms and shows what was received, and removes what is left of the upload.
+// again is the end of an upload that has ended already.
+func (s *session) again(ctx context.Context, want identity.Digest) (blobstore.Info, error) {
+	if got := s.ended.digest; got != want {
+		err := fmt.Errorf("%w: received %s, asked for %s", blobstore.ErrDigestMismatch, got, want)
+		return blobstore.Info{}, and(err, s.drop(ctx))
+	}
+	i, err := s.st.rely(ctx, want)
+	if errors.Is(err, blobstore.ErrNotFound) {
+		err = and(blobstore.ErrUploadUnknown, s.drop(ctx))
+	}
+	return i, err
+}
+
+// publish stores, confirms and shows what was received. What is left of the upload stays as its receipt.
 func (s *session) publish(ctx context.Context, want identity.Digest) (i blobstore.Info, err error) {
 	ctx = context.WithoutCancel(ctx)
 	if err := s.st.change(ctx); err != nil {
@@ -232,17 +289,25 @@ func (s *session) publish(ctx context.Context, want identity.Digest) (i blobstor
 		return i, err
 	}
 	if i.Generation != s.copyName() {
+		if s.saved.Size > 0 { // else nothing was acknowledged that the receipt has to make up for
+			s.cur.Became, s.cur.Whole = want, i.Size
+			if err := s.saveState(ctx); err != nil {
+				return i, err
+			}
+		}
 		if err := s.st.removeCopy(ctx, want, s.copyName()); err != nil {
 			return i, err
 		}
 	}
-	return i, s.clear(ctx)
+	s.st.setEnded(s.id, &receipt{want, i.Size, s.saved.clone(), s.etag})
+	return i, nil
 }
 
 // Abort implements blobstore.Upload.
 func (u *upload) Abort(ctx context.Context) error {
 	s, err := u.begin(ctx, false)
 	if errors.Is(err, blobstore.ErrUploadUnknown) {
+		u.st.setEnded(u.id, nil)
 		return nil
 	}
 	if err == nil {

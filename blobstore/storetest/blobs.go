@@ -2,6 +2,7 @@ package storetest
 
 import (
 	"bytes"
+	"errors"
 	"io"
 	"slices"
 	"sync"
@@ -153,16 +154,36 @@ func testDelete(e *env) {
 	e.lacks(first.Digest)
 }
 
-func testKeepsTheFirstCopy(e *env) {
+// testKeepsOneCopy: of what is pushed again one copy stays, the first or the last. A reader of the other one goes on, and
+// who deletes the other one leaves this one.
+func testKeepsOneCopy(e *env) {
 	b := random(4, 5000)
 	first := e.put(b)
-	if second := e.put(b); second.Generation != first.Generation {
-		e.Errorf("generation %s became %s", first.Generation, second.Generation)
-	}
+	open, err := e.st.Open(e.ctx, first, 0, -1)
+	e.must(err)
+	defer open.Close()
+	second := e.put(b)
 	if n := len(e.uploads()); n != 0 {
 		e.Errorf("%d uploads left", n)
 	}
-	e.holds(b)
+	if now, err := e.st.Stat(e.ctx, first.Digest); err != nil || now.Generation != second.Generation {
+		e.Errorf("stat says %+v, %v, commit said %+v", now, err, second)
+	}
+	if got, err := io.ReadAll(open); err != nil || !bytes.Equal(got, b) {
+		e.Errorf("a reader that was open: %d bytes, %v", len(got), err)
+	}
+	if second.Generation != first.Generation {
+		e.want("delete of the copy that was replaced", e.st.Delete(e.ctx, first), blobstore.ErrNotFound)
+		_, err := e.st.Open(e.ctx, first, 0, -1)
+		e.want("open of the copy that was replaced", err, blobstore.ErrNotFound)
+	}
+	for _, kill := range []bool{false, true} {
+		e.holds(b)
+		if n := len(e.list(identity.Digest{})); n != 1 {
+			e.Errorf("%d blobs", n)
+		}
+		e.reopen(kill)
+	}
 }
 
 func testTwoPushers(e *env) {
@@ -177,13 +198,15 @@ func testTwoPushers(e *env) {
 				if _, errs[i] = u.Append(e.ctx, 0, bytes.NewReader(b)); errs[i] == nil {
 					infos[i], errs[i] = u.Commit(e.ctx, identity.Sum(b))
 				}
+				errs[i] = errors.Join(errs[i], u.Abort(e.ctx))
 			})
 		}
 		wg.Wait()
 		e.must(errs[0])
 		e.must(errs[1])
-		if infos[0].Generation != infos[1].Generation {
-			e.Fatalf("round %d: two copies, %v and %v", round, infos[0], infos[1])
+		now, err := e.st.Stat(e.ctx, identity.Sum(b))
+		if err != nil || now.Generation != infos[0].Generation && now.Generation != infos[1].Generation {
+			e.Fatalf("round %d: copies %v and %v, shown is %v, %v", round, infos[0], infos[1], now, err)
 		}
 		e.holds(b)
 	}

@@ -89,6 +89,8 @@ var actions = []action{
 	{"put refs", nil, (*grid).putRefs, (*grid).checkRefs, true, true},
 	{"push", nil, (*grid).push, (*grid).checkPushed, true, true},
 	{"finish", nil, (*grid).finishUpload, (*grid).checkCommitted, true, false},
+	{"drop receipt", (*grid).end, (*grid).abort, (*grid).checkReceiptDropped, true, false},
+	{"push over", nil, (*grid).heal, func(*grid, bool) {}, true, true},
 }
 
 // Sizes are those of the upload that meets the faults: of all its bytes, and of those that are there when a call does.
@@ -243,17 +245,35 @@ func (g *grid) commit() error {
 	return err
 }
 
-// checkCommitted: after a failure the next process has the blob or the upload. In the one that saw it a blob whose name
-// could not be made durable may be hidden.
+// checkCommitted: after a failure the upload is there, open or as a receipt, with all that was acknowledged of it. In the
+// process that saw it a blob whose name could not be made durable may be hidden.
 func (g *grid) checkCommitted(ok bool) {
-	_, gone := g.st.Resume(g.ctx, g.id)
-	_, absent := g.st.Stat(g.ctx, identity.Sum(g.more))
-	if ok {
-		g.want("resume after commit", gone, blobstore.ErrUploadUnknown)
-		g.must(absent)
+	u := g.resume(g.id)
+	i, err := g.st.Stat(g.ctx, identity.Sum(g.more))
+	if u.Size() < int64(g.acked) {
+		g.Errorf("upload has %d bytes, acknowledged were %d", u.Size(), g.acked)
 	}
-	if g.next && gone != nil && absent != nil {
-		g.Errorf("neither blob nor upload is left: %v; %v", absent, gone)
+	if ok {
+		g.must(err)
+		g.ended(u, i)
+	}
+	if blob := g.uploads()[g.id].Blob; g.next && !blob.IsZero() {
+		g.must(err)
+		g.ended(u, i)
+	}
+}
+
+// end makes the upload a blob.
+func (g *grid) end() {
+	g.must(g.finishUpload())
+	g.acked = len(g.more)
+}
+
+// checkReceiptDropped: a receipt goes without the blob.
+func (g *grid) checkReceiptDropped(ok bool) {
+	g.holds(g.more)
+	if _, err := g.st.Resume(g.ctx, g.id); ok {
+		g.want("resume after abort", err, blobstore.ErrUploadUnknown)
 	}
 }
 

@@ -127,6 +127,7 @@ func (m *model) end() {
 	_, err := u.Commit(m.ctx, d)
 	if up.received == len(up.data) {
 		m.must(err)
+		m.must(u.Abort(m.ctx))
 		m.blobs[d] = up.data
 		delete(m.aside, d)
 	} else if !errors.Is(err, blobstore.ErrDigestMismatch) && !errors.Is(err, blobstore.ErrSizeMismatch) {

@@ -75,8 +75,10 @@ func testSegments(e *env) {
 // finished pushes b in one call.
 func (e *env) finished(b []byte) blobstore.Info {
 	e.Helper()
-	i, err := e.create(identity.Sum(b), int64(len(b))).Finish(e.ctx, 0, bytes.NewReader(b), identity.Sum(b))
+	u := e.create(identity.Sum(b), int64(len(b)))
+	i, err := u.Finish(e.ctx, 0, bytes.NewReader(b), identity.Sum(b))
 	e.must(err)
+	e.must(u.Abort(e.ctx))
 	return i
 }
 

@@ -48,6 +48,9 @@ func Run(t *testing.T, makeMedium func(t testing.TB) Medium) {
 		{"NotFound", testNotFound},
 		{"Resume", testResume},
 		{"Finish", testFinish},
+		{"Receipt", testReceipt},
+		{"ReceiptOfAnotherCopy", testReceiptOfAnotherCopy},
+		{"ReceiptOfNothing", testReceiptOfNothing},
 		{"Offset", testOffset},
 		{"FailingReader", testFailingReader},
 		{"Cancel", testCancel},
@@ -60,7 +63,7 @@ func Run(t *testing.T, makeMedium func(t testing.TB) Medium) {
 		{"Uploads", testUploads},
 		{"List", testList},
 		{"Delete", testDelete},
-		{"KeepsTheFirstCopy", testKeepsTheFirstCopy},
+		{"KeepsOneCopy", testKeepsOneCopy},
 		{"TwoPushers", testTwoPushers},
 		{"Refs", testRefs},
 		{"RefsTogether", testRefsTogether},
@@ -195,10 +198,12 @@ func (e *env) add(u blobstore.Upload, b []byte) {
 	}
 }
 
+// commit makes an upload a blob, and drops the receipt.
 func (e *env) commit(u blobstore.Upload, d identity.Digest) blobstore.Info {
 	e.Helper()
 	i, err := u.Commit(e.ctx, d)
 	e.must(err)
+	e.must(u.Abort(e.ctx))
 	return i
 }
 

@@ -51,6 +51,8 @@ func testFinish(e *env) {
 		i, err := u.Finish(e.ctx, int64(before), bytes.NewReader(b[before:]), d)
 		e.must(err)
 		e.holds(b)
+		e.must(u.Abort(e.ctx))
+		e.holds(b)
 		_, err = e.st.Resume(e.ctx, u.ID())
 		e.want("resume after the end", err, blobstore.ErrUploadUnknown)
 		e.must(e.st.Delete(e.ctx, i))
@@ -70,6 +72,140 @@ func testFinish(e *env) {
 	e.lacks(d)
 	_, err = u.Finish(e.ctx, u.Size(), bytes.NewReader(nil), d)
 	e.want("finish after the mismatch", err, blobstore.ErrUploadUnknown)
+}
+
+// testReceipt: an upload that has ended can be asked what it became, until Abort, in whichever process and with whichever
+// handle.
+func testReceipt(e *env) {
+	for _, before := range []int{0, 1, 300 << 10, 700 << 10} {
+		for _, hinted := range []bool{false, true} {
+			for _, kill := range []bool{false, true} {
+				e.receipt(before, hinted, kill)
+			}
+		}
+	}
+	if n := len(e.uploads()); n != 0 {
+		e.Errorf("%d uploads left", n)
+	}
+}
+
+func (e *env) receipt(before int, hinted, kill bool) {
+	e.Helper()
+	b := random(21, 700<<10)
+	d := identity.Sum(b)
+	u := e.create(identity.Digest{}, -1)
+	if hinted {
+		e.must(u.Abort(e.ctx))
+		u = e.create(d, int64(len(b)))
+	}
+	other := e.resume(u.ID())
+	if before > 0 {
+		e.add(u, b[:before])
+	}
+	i, err := u.Finish(e.ctx, int64(before), bytes.NewReader(b[before:]), d)
+	e.must(err)
+	e.ended(u, i)
+	e.ended(other, i)
+	_, err = other.Append(e.ctx, int64(before), bytes.NewReader(b))
+	e.want("append where it was before its end", err, map[bool]error{
+		false: blobstore.ErrOffset, true: blobstore.ErrUploadUnknown}[before == len(b)])
+	for range 2 {
+		e.reopen(kill)
+		e.ended(e.resume(u.ID()), i)
+	}
+	_, err = e.resume(u.ID()).Commit(e.ctx, identity.Sum(b[1:]))
+	e.want("commit of the receipt as something else", err, blobstore.ErrDigestMismatch)
+	_, err = e.st.Resume(e.ctx, u.ID())
+	e.want("resume after the mismatch", err, blobstore.ErrUploadUnknown)
+	e.holds(b)
+	e.must(e.st.Delete(e.ctx, i))
+}
+
+// ended checks that an upload is the receipt of a blob.
+func (e *env) ended(u blobstore.Upload, i blobstore.Info) {
+	e.Helper()
+	if u.Size() != i.Size {
+		e.Errorf("receipt of %d bytes, the blob has %d", u.Size(), i.Size)
+	}
+	if got := e.uploads()[u.ID()]; got.Blob != i.Digest || got.Size != i.Size || time.Since(got.Touched) > time.Hour {
+		e.Errorf("the receipt of %+v is listed as %+v", i, got)
+	}
+	for range 2 {
+		n, err := u.Append(e.ctx, i.Size, bytes.NewReader(nil))
+		e.must(err)
+		_, err = u.Append(e.ctx, i.Size, strings.NewReader("more"))
+		e.want("append to a receipt", err, blobstore.ErrUploadUnknown)
+		if n != 0 || u.Size() != i.Size {
+			e.Errorf("an append to a receipt kept %d bytes, size %d", n, u.Size())
+		}
+		_, err = u.Finish(e.ctx, i.Size, strings.NewReader("more"), i.Digest)
+		e.want("finish with more than there is", err, blobstore.ErrUploadUnknown)
+		_, err = u.Finish(e.ctx, i.Size-1, strings.NewReader("x"), i.Digest)
+		e.want("finish at a wrong offset", err, blobstore.ErrOffset)
+		again, err := u.Finish(e.ctx, i.Size, bytes.NewReader(nil), i.Digest)
+		if err != nil || again.Digest != i.Digest || again.Size != i.Size || again.Generation != i.Generation {
+			e.Fatalf("finish of a receipt: %+v, %v, was %+v", again, err, i)
+		}
+		again, err = u.Commit(e.ctx, i.Digest)
+		if err != nil || again.Generation != i.Generation {
+			e.Errorf("commit of a receipt: %+v, %v, was %+v", again, err, i)
+		}
+	}
+}
+
+// testReceiptOfAnotherCopy: the blob was there already, or others push it too, and it goes before the receipt does.
+func testReceiptOfAnotherCopy(e *env) {
+	b := random(22, 300<<10)
+	d := identity.Sum(b)
+	for _, hint := range []identity.Digest{{}, d} {
+		e.put(b)
+		u := e.create(hint, -1)
+		e.add(u, b[:100<<10])
+		i, err := u.Finish(e.ctx, 100<<10, bytes.NewReader(b[100<<10:]), d)
+		e.must(err)
+		for _, kill := range []bool{false, true} {
+			e.ended(u, i)
+			e.reopen(kill)
+			u = e.resume(u.ID())
+		}
+		if i = e.put(b); e.uploads()[u.ID()].Blob != d {
+			e.Error("the receipt is gone")
+		}
+		e.ended(u, i)
+		e.must(u.Abort(e.ctx))
+		e.must(u.Abort(e.ctx))
+		e.reopen(true)
+		e.holds(b)
+		_, err = e.st.Resume(e.ctx, u.ID())
+		e.want("resume after abort", err, blobstore.ErrUploadUnknown)
+
+		second := e.create(hint, -1)
+		if i, err = second.Finish(e.ctx, 0, bytes.NewReader(b), d); err != nil {
+			e.Fatal(err)
+		}
+		third := e.resume(second.ID())
+		e.must(e.st.Delete(e.ctx, i))
+		_, err = second.Finish(e.ctx, int64(len(b)), bytes.NewReader(nil), d)
+		e.want("finish after the blob went", err, blobstore.ErrUploadUnknown)
+		e.must(third.Abort(e.ctx))
+		e.lacks(d)
+		if n := len(e.uploads()); n != 0 {
+			e.Errorf("%d uploads left", n)
+		}
+	}
+}
+
+// testReceiptOfNothing: a blob of no bytes has a receipt as any other.
+func testReceiptOfNothing(e *env) {
+	u := e.create(identity.Digest{}, -1)
+	i, err := u.Finish(e.ctx, 0, bytes.NewReader(nil), identity.Sum(nil))
+	e.must(err)
+	again, err := u.Finish(e.ctx, 0, bytes.NewReader(nil), identity.Sum(nil))
+	if err != nil || again.Generation != i.Generation || e.uploads()[u.ID()].Blob != i.Digest {
+		e.Errorf("finish again: %+v, %v, was %+v", again, err, i)
+	}
+	e.must(u.Abort(e.ctx))
+	e.holds(nil)
 }
 
 func testOffset(e *env) {
