@@ -9,7 +9,6 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/kiln-registry/kiln-registry/api"
-	"github.com/kiln-registry/kiln-registry/api/client"
 	"github.com/kiln-registry/kiln-registry/internal/cli"
 	"github.com/kiln-registry/kiln-registry/internal/cli/progress"
 	"github.com/kiln-registry/kiln-registry/transfer"
@@ -28,12 +27,9 @@ func baseCommand() *cobra.Command {
 			"give the same digest.",
 		Args: cli.Args("DIR", "REF"),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			ref, err := client.ParseReference(args[1])
-			if err == nil && !ref.Digest.IsZero() {
-				err = errors.New("a push can't choose its digest; leave out @sha256:…")
-			}
+			ref, err := target(args[1])
 			if err != nil {
-				return cli.Exit(cli.CodeUsage, err)
+				return err
 			}
 			show := progress.New(flags, cmd.OutOrStdout(), cmd.ErrOrStderr())
 			c, err := flags.Client(ref.Host, show.Note)

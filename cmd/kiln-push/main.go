@@ -28,7 +28,11 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 		Version: cli.Version(),
 		Args:    cobra.NoArgs,
 	}
-	root.AddCommand(identifyCommand(), compareCommand(), baseCommand(), cli.VersionCommand())
+	root.AddCommand(identifyCommand(), compareCommand(), baseCommand(), bindCommand(), deriveCommand(), stampCommand(),
+		cli.VersionCommand())
+	for _, is := range artifacts {
+		root.AddCommand(artifactCommand(is))
+	}
 	return cli.Execute(ctx, root, args, stdout, stderr)
 }
 
@@ -46,6 +50,8 @@ func explain(err error) error {
 		return cli.Hint(err, followLinks)
 	case errors.As(err, &rule) && rule.Code == safetensors.CodeNoShards:
 		return cli.Hint(err, "name the folder that holds the model's *.safetensors files")
+	case errors.As(err, &rule) && rule.Code == safetensors.CodeAdapterNotBase:
+		return cli.Hint(err, "kiln-push adapter DIR REF pushes it as the adapter that it is")
 	case errors.As(err, &rule) && rule.Code == safetensors.WarnFamilyIncomplete:
 		return cli.Hint(err, "if that is the whole model, add --allow-incomplete-family")
 	case errors.As(err, &rule) && rule.Code == safetensors.CodeUnknownDType:

@@ -1,0 +1,128 @@
+package artifact
+
+import (
+	"context"
+	"fmt"
+	"os"
+
+	"github.com/kiln-registry/kiln-registry/api/client"
+	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/identity/documents"
+	"github.com/kiln-registry/kiln-registry/transfer"
+	"github.com/kiln-registry/kiln-registry/transfer/folder"
+)
+
+// Base is a base model that somebody names. The zero Base is none.
+type Base struct {
+	Aggregate identity.Aggregate
+	Manifest  *identity.Manifest // nil: only the aggregate is known
+	Subject   transfer.Subject   // the manifest that was named; zero: none was
+	Name      string             // as it was given
+	Ref       client.Reference   // zero: it was not given as one
+}
+
+// option is how a base that was named shows in messages.
+const option documents.Kind = "option"
+
+// claim is what naming b says about an artifact.
+func (b Base) claim() documents.Binding {
+	if b.Aggregate.IsZero() {
+		return documents.Binding{Evidence: documents.EvidenceNone}
+	}
+	claim := documents.Binding{Evidence: documents.EvidenceAsserted, Aggregate: b.Aggregate, Kind: option, Path: "--base"}
+	if b.Ref.Repo != "" {
+		claim.Path += " " + b.Name
+	}
+	return claim
+}
+
+// FindBase finds the base that a text names: an aggregate, which need not be held anywhere, or a reference to a base in
+// a registry, which then becomes the subject of what is pushed. A reference to what is no base is an *Error; the other
+// errors are those of transfer.Resolve and, for a misspelt aggregate, *transfer.AggregateError.
+func FindBase(ctx context.Context, text string, dial transfer.Dial) (Base, error) {
+	if a, is, err := transfer.ParseAggregate(text); is {
+		return Base{Aggregate: a, Name: text}, err
+	}
+	b, noBase, err := findReference(ctx, text, dial)
+	if err == nil && noBase != nil {
+		err = &Error{Code: CodeNoBase, Msg: fmt.Sprintf("%s is no base: %v", text, noBase),
+			Hint: "name the base model, or give its aggregate (sha256:…)"}
+	}
+	return b, err
+}
+
+// FindModel finds the model that a text names: as FindBase does, and also in a directory, which is hashed, or in a file
+// with a shard manifest. A reference may be to what is no base: then the aggregate is zero, and the subject names it.
+func FindModel(ctx context.Context, text string, dial transfer.Dial, o folder.Options, w transfer.Watch) (Base, error) {
+	if _, err := os.Stat(text); err == nil {
+		side, err := transfer.OpenSide(ctx, text, dial, o, w)
+		if err != nil {
+			return Base{}, err
+		}
+		defer side.Close()
+		return Base{Aggregate: side.Summary.Aggregate, Manifest: side.Manifest, Name: text}, nil
+	}
+	if a, is, err := transfer.ParseAggregate(text); is {
+		return Base{Aggregate: a, Name: text}, err
+	}
+	b, _, err := findReference(ctx, text, dial)
+	return b, err
+}
+
+// Learn asks a registry for the full manifest of a base of which only the aggregate is known. api.ErrAggregateUnknown;
+// an *Error if b is no base.
+func (b *Base) Learn(ctx context.Context, registry string, dial transfer.Dial) error {
+	if b.Aggregate.IsZero() {
+		return &Error{Code: CodeNoBase, Msg: b.Name + " is no base", Hint: "name the folder or the reference of a base"}
+	}
+	if b.Manifest != nil {
+		return nil
+	}
+	c, err := dial(registry, true)
+	if err != nil {
+		return err
+	}
+	defer c.Close()
+	m, err := c.BaseManifest(ctx, b.Aggregate)
+	if err != nil {
+		return fmt.Errorf("shards of base %s: %w", b.Aggregate, err)
+	}
+	b.Manifest = &m
+	return nil
+}
+
+// findReference finds what a reference names, and says why that is no base, if it is none.
+func findReference(ctx context.Context, text string, dial transfer.Dial) (b Base, noBase, err error) {
+	ref, err := client.ParseReference(text)
+	if err != nil {
+		return b, nil, err
+	}
+	c, err := dial(ref.Host, true)
+	if err != nil {
+		return b, nil, err
+	}
+	defer c.Close()
+	plan, err := transfer.Resolve(ctx, c, ref)
+	if err != nil {
+		return b, nil, err
+	}
+	b = Base{Aggregate: plan.Aggregate, Name: text, Ref: ref}
+	if plan.NoBase == nil {
+		b.Manifest = &plan.Base
+	}
+	b.Subject, err = FindSubject(ctx, c, plan.Repository, plan.Manifest.String())
+	return b, plan.NoBase, err
+}
+
+// FindSubject asks a registry for the manifest that a tag or a digest of a repository names. api.ErrManifestUnknown.
+func FindSubject(ctx context.Context, c *client.Client, repo, ref string) (transfer.Subject, error) {
+	var m client.Manifest
+	err := c.Retry(ctx, repo+" "+ref, func() (err error) {
+		m, err = c.Manifest(ctx, repo, ref)
+		return err
+	})
+	if err != nil {
+		return transfer.Subject{}, fmt.Errorf("find %s in %s/%s: %w", ref, c.Host(), repo, err)
+	}
+	return transfer.Subject{MediaType: m.MediaType, Digest: m.Digest, Size: int64(len(m.Bytes))}, nil
+}

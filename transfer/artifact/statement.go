@@ -1,0 +1,88 @@
+package artifact
+
+import (
+	"fmt"
+
+	"github.com/kiln-registry/kiln-registry/api"
+	"github.com/kiln-registry/kiln-registry/api/client"
+	"github.com/kiln-registry/kiln-registry/identity/documents"
+	"github.com/kiln-registry/kiln-registry/transfer"
+	"github.com/kiln-registry/kiln-registry/transfer/folder"
+)
+
+// StatementFile is the name of the one file of a statement.
+const StatementFile = "statement.json"
+
+// Words are what a statement rests on: who says it, when and why.
+type Words struct {
+	By, Reason string
+	At         string // RFC 3339
+}
+
+// Bind is the statement that the artifact with the manifest s was made from base. It belongs into the repository of s,
+// of which it becomes a referrer, and leaves s as it is. A statement that breaks a rule is a *documents.Error.
+func Bind(s transfer.Subject, base Base, w Words) (*Artifact, error) {
+	b := documents.Bind{Artifact: s.Digest, Aggregate: base.Aggregate}
+	if base.Manifest != nil {
+		b.Shards = *base.Manifest
+	}
+	a, err := statement(documents.Statement{Bind: &b, Reason: w.Reason, By: w.By, At: w.At})
+	if err != nil {
+		return nil, err
+	}
+	a.subject = s
+	a.Base = documents.Binding{
+		Evidence: documents.EvidenceAsserted, Aggregate: base.Aggregate, Kind: documents.KindStatement,
+		Path: "$.bind.base_aggregate_sha256",
+	}
+	return a, nil
+}
+
+// Derive is the statement that target was made from sources, for the repository of into. Where target was named by a
+// reference to the same repository, its manifest is the subject. tool may be empty. A statement that breaks a rule is a
+// *documents.Error; a target that is a source too is an *Error.
+func Derive(target Base, sources []Base, how documents.How, tool string, into client.Reference, w Words) (
+	*Artifact, error,
+) {
+	d := documents.Derived{Target: target.document(), How: how, Tool: tool}
+	for _, s := range sources {
+		if s.document() == d.Target {
+			return nil, &Error{Code: CodeSameBase, Msg: fmt.Sprintf("%s and %s are the same: %s", target.Name, s.Name, d.Target),
+				Hint: "a copy under other names is not derived: it has the same aggregate"}
+		}
+		d.Sources = append(d.Sources, s.document())
+	}
+	a, err := statement(documents.Statement{Derived: &d, Reason: w.Reason, By: w.By, At: w.At})
+	if err != nil {
+		return nil, err
+	}
+	if into.Host == target.Ref.Host && into.Repo == target.Ref.Repo {
+		a.subject = target.Subject
+	}
+	if !target.Aggregate.IsZero() {
+		a.Base = documents.Binding{
+			Evidence: documents.EvidenceAsserted, Aggregate: target.Aggregate, Kind: documents.KindStatement,
+			Path: "$.derived_from.target",
+		}
+	}
+	return a, nil
+}
+
+// document is how a statement names b.
+func (b Base) document() documents.Subject {
+	if b.Aggregate.IsZero() {
+		return documents.Subject{Artifact: b.Subject.Digest}
+	}
+	return documents.Subject{Aggregate: b.Aggregate}
+}
+
+func statement(s documents.Statement) (*Artifact, error) {
+	text, err := s.Document()
+	if err != nil {
+		return nil, err
+	}
+	a := &Artifact{Kind: api.KindStatement, Base: documents.Binding{Evidence: documents.EvidenceNone}}
+	a.parts = []part{{name: StatementFile, kind: folder.Doc, text: text}}
+	a.hashTexts()
+	return a, nil
+}
