@@ -35,9 +35,10 @@ func scrubCommand(stderr io.Writer) *cobra.Command {
 		Use: "scrub [DIGEST...]", Short: "Read blobs again, and set aside those that are damaged",
 		Long: `Read all blobs again, or those of the digests given, and set aside those that are no longer what their digests
 say. What is set aside is not served any more; pushing the same bytes again heals it. A running server does this
-itself, at --scrub-rate, once in --scrub-interval. A blob that can't be read is named, and is not taken for damaged.
+itself, at --scrub-rate, once in --scrub-interval. A blob that can't be read is named, and is not taken for damaged; one
+that manifests refer to and that is gone is named as missing.
 
---list only says what is in quarantine, and which repositories miss it.`,
+--list only says what is in quarantine or missing, and which repositories miss it.`,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if err := s.check(args); err != nil {
 				return err
@@ -48,7 +49,7 @@ itself, at --scrub-rate, once in --scrub-interval. A blob that can't be read is 
 	s.Flags.Bind(cmd)
 	f := cmd.Flags()
 	f.Var(&s.rate, "rate", "bytes to read in a second, as 100MB or 32MiB; 0: as fast as it goes")
-	f.BoolVar(&s.list, "list", false, "only list what is in quarantine")
+	f.BoolVar(&s.list, "list", false, "only list what is in quarantine or missing")
 	f.BoolVar(&s.json, "json", false, "print JSON, one object a line")
 	return cmd
 }
@@ -128,7 +129,11 @@ func (s *scrubShow) event(e upkeep.Event) {
 	case s.json:
 		_ = json.NewEncoder(s.out).Encode(e) // as what is printed anywhere
 	case e.Finding != nil:
-		fmt.Fprintf(s.out, "%s\t%s\t%s\n", e.Finding.Digest, e.Finding.Verdict, e.Finding.Why)
+		why := e.Finding.Why
+		for _, m := range e.Finding.Manifests {
+			why += fmt.Sprintf("; %s@%s refers to it", m.Repository, m.Digest)
+		}
+		fmt.Fprintf(s.out, "%s\t%s\t%s\n", e.Finding.Digest, e.Finding.Verdict, why)
 	case e.Aside != nil:
 		a := e.Aside
 		fmt.Fprintf(s.out, "%s\t%s\t%s\t%s\t%s\n", a.Digest, a.Since.UTC().Format(time.RFC3339), cli.Bytes(a.Size),
@@ -146,6 +151,9 @@ func scrubbed(s *upkeep.Scrubbing) string {
 	}
 	if s.Unreadable > 0 {
 		text += fmt.Sprintf(", %d could not be read", s.Unreadable)
+	}
+	if s.Missing > 0 {
+		text += fmt.Sprintf(", and %d missing", s.Missing)
 	}
 	return text
 }
