@@ -241,7 +241,8 @@ func (r *Registry) sendVerified(w *response, i blobstore.Info, body io.Reader) e
 		h.Write(piece[:n])
 		if rest -= int64(n); rest == 0 && identity.DigestOf(h) != i.Digest {
 			r.scrubber.Suspect(i.Digest)
-			return fmt.Errorf("%w: blob %s: its bytes are not those of its digest", blobstore.ErrDamaged, i.Digest)
+			return fmt.Errorf("%w: blob %s: cut off after %d of %d bytes, which are not those of its digest",
+				blobstore.ErrDamaged, i.Digest, i.Size-int64(n), i.Size)
 		}
 		if _, err := w.Write(piece[:n]); err != nil {
 			return err

@@ -9,8 +9,10 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"net"
 	"net/http"
 	"net/url"
+	"os"
 	"runtime/debug"
 	"slices"
 	"strconv"
@@ -171,12 +173,46 @@ func (r *Registry) serve(rt route) http.HandlerFunc {
 		if resets != r.resets.Load() && isUnknown(err) {
 			err = errNotLevel // it was perhaps looked for in an index that had just been emptied
 		}
-		if err != nil {
+		if err = q.blame(w, err); errors.Is(err, ErrClientGone) {
+			w.status = cmp.Or(w.status, statusClientGone)
+		} else if err != nil {
 			r.refuse(w, q, err)
 		}
 		w.extend() // for what is still buffered
 		ended(err)
 	}
+}
+
+// ErrClientGone is the error of a request whose client went away, or took nothing for too long, before the answer was
+// sent.
+var ErrClientGone = errors.New("client is gone")
+
+// statusClientGone stands for the status of an answer that was never begun as the client was gone. nginx calls it so.
+const statusClientGone = 499
+
+// blame makes an error one of ErrClientGone if it comes of the client's going away: a store that was told to stop, or a
+// connection that takes no more of an answer.
+func (q *request) blame(w *response, err error) error {
+	switch {
+	case err == nil:
+		return nil
+	case q.Context().Err() != nil && errors.Is(err, context.Canceled),
+		w.status != 0 && isConnection(err) && !errors.Is(err, blobstore.ErrUnavailable): // that is the store's connection
+		return fmt.Errorf("%w: %w", ErrClientGone, err)
+	}
+	return err
+}
+
+// isConnection says whether the connection failed on which an answer was sent, or its request's context ended with it.
+func isConnection(err error) bool {
+	for _, is := range []error{
+		syscall.EPIPE, syscall.ECONNRESET, os.ErrDeadlineExceeded, net.ErrClosed, context.Canceled,
+	} {
+		if errors.Is(err, is) {
+			return true
+		}
+	}
+	return false
 }
 
 // ErrPanic is the error of a request whose answer a fault of this program broke off.
@@ -310,12 +346,16 @@ func asAPI(err error) *api.Error {
 	return api.AsError(err)
 }
 
-// record logs a request once: panics and failures of the registry as errors, changes as information, the rest for
-// debugging. Not to be ready is no failure.
+// record logs a request once: panics, failures of the registry and answers that it broke off as errors, changes and
+// clients that went away as information, the rest for debugging. Not to be ready is no failure.
 func (r *Registry) record(q *request, did Served) {
 	level := slog.LevelDebug
+	failed := did.Err != nil && did.Status >= 500 && !errors.Is(did.Err, api.ErrUnavailable)
+	brokeOff := did.Err != nil && did.Status >= 200 && did.Status < 300
 	switch {
-	case errors.Is(did.Err, ErrPanic), did.Err != nil && did.Status >= 500 && !errors.Is(did.Err, api.ErrUnavailable):
+	case errors.Is(did.Err, ErrClientGone):
+		level = slog.LevelInfo
+	case errors.Is(did.Err, ErrPanic), failed, brokeOff:
 		level = slog.LevelError
 	case q.Method != http.MethodGet && q.Method != http.MethodHead:
 		level = slog.LevelInfo

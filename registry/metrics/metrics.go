@@ -27,6 +27,7 @@ type Metrics struct {
 	requests *prometheus.HistogramVec
 	failures *prometheus.CounterVec
 	index    *prometheus.HistogramVec
+	store    *prometheus.CounterVec
 	log      *slog.Logger
 }
 
@@ -43,14 +44,20 @@ func New(version, store string, log *slog.Logger) *Metrics {
 		}, []string{"route", "method", "class"}),
 		failures: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "kiln_request_failures_total",
-			Help: "Requests that failed for a reason of the registry's own: of its store, of its index, or within it.",
+			Help: "Requests that failed for a reason of the registry's own, or as their client went away.",
 		}, []string{"reason"}),
 		index: prometheus.NewHistogramVec(prometheus.HistogramOpts{
 			Name:    "kiln_index_duration_seconds",
 			Help:    "Transactions of the index: views, and updates with the wait for their sync.",
 			Buckets: []float64{.00001, .0001, .001, .005, .02, .1, .5, 2},
 		}, []string{"transaction"}),
+		store: prometheus.NewCounterVec(prometheus.CounterOpts{
+			Name: "kiln_store_errors_total", Help: "Operations of the store that failed, after all tries.",
+		}, []string{"op"}),
 		log: log,
+	}
+	for _, op := range ops {
+		m.store.WithLabelValues(op)
 	}
 	for _, r := range reasons {
 		m.failures.WithLabelValues(r.word)
@@ -61,7 +68,7 @@ func New(version, store string, log *slog.Logger) *Metrics {
 		ConstLabels: prometheus.Labels{"version": version, "store": store},
 	})
 	info.Set(1)
-	m.all.MustRegister(m.requests, m.failures, m.index, info, collectors.NewGoCollector(),
+	m.all.MustRegister(m.requests, m.failures, m.index, m.store, info, collectors.NewGoCollector(),
 		collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	return m
 }
@@ -92,8 +99,12 @@ func (m *Metrics) Observe(d registry.Served) {
 		class = strconv.Itoa(d.Status/100) + "xx"
 	}
 	m.requests.WithLabelValues(route, method, class).Observe(d.Took.Seconds())
-	if word := reasonOf(d); word != "" {
+	word := reasonOf(d)
+	if word != "" {
 		m.failures.WithLabelValues(word).Inc()
+	}
+	if brokeOff(d) && word != clientGone {
+		m.store.WithLabelValues(opRead).Inc()
 	}
 }
 
@@ -103,6 +114,7 @@ var reasons = []struct {
 	word string
 }{
 	{registry.ErrPanic, "panic"},
+	{registry.ErrClientGone, clientGone},
 	{blobstore.ErrNoSpace, "store_full"},
 	{api.ErrStoreFull, "store_full"},
 	{blobstore.ErrUnavailable, "store_unavailable"},
@@ -113,9 +125,15 @@ var reasons = []struct {
 	{api.ErrUnavailable, "not_ready"},
 }
 
-const unknownReason = "other"
+const (
+	clientGone    = "client_gone"
+	unknownReason = "other"
+)
 
-// reasonOf says why a request failed; empty if it did not, or if the client is to blame.
+// brokeOff says whether an answer that had begun well did not come to its end.
+func brokeOff(d registry.Served) bool { return d.Err != nil && d.Status >= 200 && d.Status < 300 }
+
+// reasonOf says why a request failed; empty if it did not, or if it was refused for what it asked.
 func reasonOf(d registry.Served) string {
 	if d.Err == nil {
 		return ""
@@ -125,7 +143,7 @@ func reasonOf(d registry.Served) string {
 			return r.word
 		}
 	}
-	if d.Status >= 500 {
+	if d.Status >= 500 || brokeOff(d) {
 		return unknownReason
 	}
 	return ""

@@ -2,6 +2,8 @@ package metrics_test
 
 import (
 	"bytes"
+	"context"
+	"errors"
 	"fmt"
 	"io"
 	"log/slog"
@@ -20,6 +22,7 @@ import (
 	"github.com/kiln-registry/kiln-registry/api"
 	"github.com/kiln-registry/kiln-registry/blobstore"
 	"github.com/kiln-registry/kiln-registry/blobstore/fsstore"
+	"github.com/kiln-registry/kiln-registry/blobstore/s3store"
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/index"
 	"github.com/kiln-registry/kiln-registry/index/boltkv"
@@ -54,13 +57,14 @@ func newServer(t *testing.T, m *metrics.Metrics) *server {
 	if err != nil {
 		t.Fatal(err)
 	}
+	st := m.Store(store)
 	ix, err := index.New(t.Context(), m.KV(kv))
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { ix.Close() })
 	reg, err := registry.New(registry.Config{
-		Store: store, Refs: store, Uploads: store, Index: ix, Access: access.Open(), Log: slog.New(slog.DiscardHandler),
+		Store: st, Refs: st, Uploads: st, Index: ix, Access: access.Open(), Log: slog.New(slog.DiscardHandler),
 		Observe: m.Observe, Metrics: m.Handler(),
 	})
 	if err != nil {
@@ -253,7 +257,7 @@ func TestLabelsAreBounded(t *testing.T) {
 			values[k][v] = true
 		}
 	}
-	for label, most := range map[string]int{"route": 30, "method": 7, "class": 6, "reason": 10} {
+	for label, most := range map[string]int{"route": 30, "method": 7, "class": 6, "reason": 11, "op": 17} {
 		if n := len(values[label]); n == 0 || n > most {
 			t.Errorf("%s has %d values: %v", label, n, values[label])
 		}
@@ -269,21 +273,87 @@ func TestFailures(t *testing.T) {
 	for _, d := range []registry.Served{
 		{Status: 503, Err: fmt.Errorf("read: %w", blobstore.ErrUnavailable)}, {Status: 507, Err: api.ErrStoreFull},
 		{Status: 507, Err: blobstore.ErrNoSpace}, {Status: 500, Err: fmt.Errorf("x")}, {Status: 404, Err: api.ErrBlobUnknown},
-		{Status: 200, Err: fmt.Errorf("client is gone")}, {Status: 200}, {Status: 404, Err: blobstore.ErrQuarantined},
+		{Status: 499, Err: fmt.Errorf("%w: x", registry.ErrClientGone)}, {Status: 200},
+		{Status: 206, Err: fmt.Errorf("%w: write", registry.ErrClientGone)}, {Status: 200, Err: fmt.Errorf("disk")}, {Status: 404, Err: blobstore.ErrQuarantined},
 		{Status: 200, Err: fmt.Errorf("in the middle: %w", blobstore.ErrDamaged)}, {Status: 0, Method: "\xff"},
 		{Method: "GET", Err: fmt.Errorf("%w: x", registry.ErrPanic)},
 	} {
 		m.Observe(d)
 	}
 	_, f := s.read()
-	for reason, want := range map[string]float64{"store_unavailable": 1, "store_full": 2, "other": 1, "blob_damaged": 1,
+	for reason, want := range map[string]float64{"store_unavailable": 1, "store_full": 2, "other": 2, "client_gone": 2, "blob_damaged": 1,
 		"store_damaged": 1, "index_damaged": 0, "panic": 1} {
 		if got := value(f, "kiln_request_failures_total", "reason="+reason); got != want {
 			t.Errorf("%s: %v, want %v", reason, got, want)
 		}
 	}
+	if n := value(f, "kiln_store_errors_total", "op=read"); n != 2 {
+		t.Error("blobs that broke off on their way:", n)
+	}
 	if n := value(f, requests, "class=none", "method=other"); n != 1 {
 		t.Error("a request without a status:", n)
+	}
+}
+
+// brokenStore fails at everything, in a way that is its own fault or not.
+type brokenStore struct {
+	blobstore.Engine
+	err error
+}
+
+func (b brokenStore) Stat(context.Context, identity.Digest) (blobstore.Info, error) {
+	return blobstore.Info{}, b.err
+}
+
+// What a store fails at is counted, and not what it rightly says no to, nor what its caller gave up.
+func TestStoreErrors(t *testing.T) {
+	m := quiet("folder")
+	s := newServer(t, m)
+	ended, cancel := context.WithCancel(t.Context())
+	cancel()
+	for _, c := range []struct {
+		ctx context.Context
+		err error
+	}{
+		{t.Context(), fmt.Errorf("x: %w", blobstore.ErrUnavailable)}, {t.Context(), errors.New("disk")}, {t.Context(), nil},
+		{t.Context(), blobstore.ErrNotFound}, {t.Context(), blobstore.ErrQuarantined}, {ended, context.Canceled},
+	} {
+		if _, err := m.Store(brokenStore{err: c.err}).Stat(c.ctx, identity.Digest{}); err != c.err {
+			t.Error(err)
+		}
+	}
+	_, f := s.read()
+	for op, want := range map[string]float64{"stat": 2, "open": 0, "commit": 0, "put_refs": 0, "sweep": 0} {
+		if got := value(f, "kiln_store_errors_total", "op="+op); got != want {
+			t.Errorf("%s: %v, want %v", op, got, want)
+		}
+	}
+}
+
+// A store that is counted has the parts that it had.
+func TestStoreKeepsItsParts(t *testing.T) {
+	dir := t.TempDir()
+	if err := fsstore.Init(dir); err != nil {
+		t.Fatal(err)
+	}
+	store, err := fsstore.Open(dir, fsstore.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer store.Close()
+	st := quiet("folder").Store(store)
+	_, aside := st.(blobstore.Quarantine)
+	_, segments := st.(blobstore.Segments)
+	_, counted := st.(*fsstore.Store)
+	if !aside || !segments || counted {
+		t.Error("a folder:", aside, segments, counted)
+	}
+	st = quiet("s3").Store(new(s3store.Store))
+	_, aside = st.(blobstore.Quarantine)
+	_, sweeps := st.(blobstore.Sweeper)
+	_, counted = st.(*s3store.Store)
+	if !aside || !sweeps || counted {
+		t.Error("a bucket:", aside, sweeps, counted)
 	}
 }
 

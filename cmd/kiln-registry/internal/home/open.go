@@ -68,14 +68,15 @@ func (p *Parts) complete(ctx context.Context, o Opening) (err error) {
 	if p.ix, p.Checked, err = o.openIndex(ctx, p.store.ID()); err != nil {
 		return err
 	}
-	c := o.Config
-	c.Store, c.Refs, c.Uploads, c.Index, c.Version = p.store, p.store, p.store, p.ix, cli.Version()
+	c, st := o.Config, blobstore.Engine(p.store)
 	if o.Metrics != nil {
+		st = o.Metrics.Store(st)
 		p.Metrics, c.Observe = o.Metrics.Handler(), o.Metrics.Observe
 		if o.MetricsHere {
 			c.Metrics = p.Metrics
 		}
 	}
+	c.Store, c.Refs, c.Uploads, c.Index, c.Version = st, st, st, p.ix, cli.Version()
 	if p.Registry, err = registry.New(c); err == nil && o.Metrics != nil {
 		o.Metrics.Watch(p.Registry)
 	}
