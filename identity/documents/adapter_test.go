@@ -80,7 +80,8 @@ func TestAdapterManifestRefused(t *testing.T) {
 		{doc, `"receipt_hash":"sha256:`, `"receipt_hash":"sha512:`, RuleDigestForm, "$.receipt_hash", ""},
 		{doc, `"model_config_hash":null`, `"model_config_hash":"x"`, RuleDigestForm, "$.model_config_hash", ""},
 		{doc, `"kiln_commit":null`, `"kiln_commit":5`, strictjson.RuleType, "$.kiln_commit", "a string"},
-		{doc, `"adapter_model":"adapter_model`, `"adapter_model":"../adapter_model`, RuleName, "$.files.adapter_model", "folder"},
+		{doc, `"adapter_model":"adapter_model`, `"adapter_model":"../adapter_model`, RuleName, "$.files.adapter_model",
+			"folder"},
 		{doc, `"train_receipt":"train_receipt.json"`, `"train_receipt":".."`, RuleName, "$.files.train_receipt", ""},
 		{doc, `"size_bytes":11`, `"size_bytes":12`, identity.RuleTotal, "$.base_weight_shard_manifest", "add up to 12"},
 		{doc, `"filename":"model.safetensors"`, `"filename":"a/model.safetensors"`, identity.RuleFilename,
@@ -104,7 +105,8 @@ func TestAdapterManifestRefused(t *testing.T) {
 
 func TestAdapterManifestProvenance(t *testing.T) {
 	data := example(t, "adapter_manifest.json")
-	with := edit(t, data, `"kiln_commit"`, `"execution_provenance":`+string(example(t, "provenance.json"))+`,"kiln_commit"`)
+	with := edit(t, data, `"kiln_commit"`, `"execution_provenance":`+string(example(t,
+		"provenance.json"))+`,"kiln_commit"`)
 	m, err := ParseAdapterManifest(with)
 	if err != nil || m.Provenance == nil || m.Identities().Provenance != m.Provenance.Digest ||
 		m.Identities().ModelConfig.String() != "sha256:"+strings.Repeat("3", 64) {

@@ -214,7 +214,7 @@ func (s *Scheduler) read(r reader) error {
 
 func (s *StateFiles) read(r reader) error {
 	return r.Struct(
-		r.text("adapter_parameters", &s.AdapterParameters),
+		r.checked("adapter_parameters", RulePath, &s.AdapterParameters, relativePath),
 		optional(r.checked("optimizer_state", RulePath, &s.OptimizerState, relativePath)),
 		optional(r.checked("reference_state", RulePath, &s.ReferenceState, relativePath)),
 		optional(r.checked("ema_state", RulePath, &s.EMAState, relativePath)),
@@ -427,10 +427,10 @@ func (c *checkpoint) checkRoles() error {
 	for _, name := range slices.Sorted(maps.Keys(c.RNG)) {
 		uses = append(uses, use{fmt.Sprintf("rng_states[%q].state_file", name), c.RNG[name].StateFile, RoleRNGState})
 	}
-	for i, u := range uses {
+	for _, u := range uses {
 		f, ok := c.Files[u.file]
 		switch {
-		case u.file == "" && i > 0: // not there
+		case u.file == "": // none
 		case !ok:
 			return fault(u.path, RuleRole, "is %.80q, which $.files does not list", u.file)
 		case f.Role != u.role:

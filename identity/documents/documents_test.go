@@ -196,7 +196,8 @@ func TestVectorsInside(t *testing.T) {
 	}
 	base := `"base_weight_shard_manifest":` + string(example(t, "base.json"))
 	ran := 0
-	for _, doc := range []string{"adapter_manifest.json", "train_receipt.json", "checkpoint_manifest.json", "eval_job.json"} {
+	for _, doc := range []string{"adapter_manifest.json", "train_receipt.json", "checkpoint_manifest.json",
+		"eval_job.json"} {
 		data := example(t, doc)
 		if doc == "checkpoint_manifest.json" {
 			data = edit(t, data, `"base_model_weights_sha256":"`+exampleBase+`",`, "")
