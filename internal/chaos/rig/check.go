@@ -277,8 +277,9 @@ func (k *Checker) sessions(w *Wire, c *Client) {
 	}
 }
 
-// committed counts an upload that a kill hit between the moment in which it became a blob and the one in which its
-// repository had that blob: the bytes are in the store, and the client has to send them again all the same.
+// committed counts an upload that was to become a blob and is gone, while its repository does not have that blob: the
+// client has to send again what was acknowledged to it. A store keeps uploads until their blob is linked, so that only a
+// collection that came in between can have taken the bytes.
 func (k *Checker) committed(w *Wire, s *Session) {
 	if !s.commits || s.Acked == 0 {
 		return

@@ -192,7 +192,7 @@ func (c *Client) locate(s *Session) (gone bool, err error) {
 		c.Drop(s)
 		return true, fmt.Errorf("upload %s: %s, %d bytes, acknowledged %d, sent %d", s.At, a, n, s.Acked, s.Sent)
 	}
-	s.Acked, s.Ending, s.unsure = n, false, false
+	s.Acked, s.Ending, s.commits, s.unsure = n, false, false, false
 	return false, nil
 }
 
