@@ -89,7 +89,7 @@ type BaseList struct {
 	Bases []identity.Summary `json:"bases"`
 	// UnavailableShards counts, for each of these bases that has any, the shards of Base.UnavailableShards.
 	UnavailableShards map[identity.Aggregate]int `json:"unavailable_shards,omitempty"`
-	Next              string                     `json:"next,omitempty"` // pass as after= for the next page; empty: no more
+	Next              string                     `json:"next,omitempty"` // after= of the next page; empty: no more
 }
 
 // TagList is the answer of GET /v2/{name}/tags/list.
@@ -187,7 +187,7 @@ type Health struct {
 	BaseWeightIdentity *identity.Summary `json:"base_weight_identity"` // null: none is loaded
 	Checks             []Check           `json:"checks"`
 	Quarantined        int               `json:"quarantined_blobs,omitempty"` // damaged, and not served until pushed again
-	Missing            int               `json:"missing_blobs,omitempty"`     // referred to, and not there until pushed again
+	Missing            int               `json:"missing_blobs,omitempty"`     // referred to, and gone until pushed again
 }
 
 // Check is one condition of health.

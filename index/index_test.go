@@ -399,7 +399,8 @@ func TestRenewed(t *testing.T) {
 	disk, ctx := new(memkv.Disk), t.Context()
 	kv := openMemory(t, disk)
 	ix := opened(t, kv)
-	apply(t, ix, adapter("a", "text", 70, aggregate("x")), index.Checkpoint{Position: 9}, index.Note{Name: "n", Value: []byte{1}})
+	apply(t, ix, adapter("a", "text", 70, aggregate("x")), index.Checkpoint{Position: 9},
+		index.Note{Name: "n", Value: []byte{1}})
 	err := kv.Update(ctx, func(x index.Txn) error {
 		return x.Put([]byte("zformat"), index.Seal("zformat", string(rune(index.Format-1))))
 	})

@@ -199,7 +199,7 @@ func (re *replay) op(ctx context.Context, ref blobstore.Ref) (index.Op, error) {
 
 // manifest recalls what is known of a manifest.
 func (re *replay) manifest(ctx context.Context, ref blobstore.Ref) (index.Op, error) {
-	m, err := classify.Parse(ref.MediaType, ref.Manifest)
+	m, err := classify.ParseTaken(ref.MediaType, ref.Manifest)
 	if err != nil {
 		return nil, fmt.Errorf("%w: a manifest that was taken does not parse: %w", blobstore.ErrDamaged, err)
 	}

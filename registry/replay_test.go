@@ -213,6 +213,30 @@ func (f findings) Put(ctx context.Context, refs ...blobstore.Ref) (blobstore.Pos
 	return f.Refs.Put(ctx, refs...)
 }
 
+// A manifest of more annotations than are taken now is refused, and stays if it was taken before.
+func TestRebuildBeyondLimits(t *testing.T) {
+	s := newServer(t)
+	notes := map[string]string{}
+	for i := range classify.MaxAnnotations + 1 {
+		notes[fmt.Sprintf("%x", i)] = ""
+	}
+	m := s.manifest("a", nil, map[string]any{"annotations": notes})
+	if a := s.put("a", "v1", m); a.status != 400 || a.code() != api.CodeManifestInvalid ||
+		!strings.Contains(string(a.body), "more than 65536 annotations") {
+		t.Fatal(a)
+	}
+	d := identity.Sum(m)
+	ref := blobstore.Ref{
+		Repo: "a", Name: d.String(), Seq: 1, Digest: d, MediaType: manifestType, Manifest: m, Time: time.Now(),
+	}
+	if _, err := s.store.Put(t.Context(), ref); err != nil {
+		t.Fatal(err)
+	}
+	s.stop()
+	s.start()
+	s.want(200, "GET", api.PathManifest("a", d.String()), nil)
+}
+
 // A manifest of which nothing was kept, by an earlier version or as the record is of no use, is classified again. If its
 // blobs are gone it is kept all the same, and found to be what it is when the blobs are back.
 func TestRebuildWithoutFindings(t *testing.T) {

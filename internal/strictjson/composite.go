@@ -17,6 +17,9 @@ func (r *Reader) Object(member func(name string) error) error {
 			return err
 		}
 		at := r.pos
+		if r.count++; r.most > 0 && r.count > r.most {
+			return r.fail(at, RuleMembers, "more than %d members in all objects", r.most)
+		}
 		name, err := r.name()
 		if err != nil {
 			return err
@@ -160,7 +163,7 @@ func (r *Reader) stranger(name string, fields []Field) error {
 
 // nameSet holds the names of one object: few of them in place, many in a map.
 type nameSet struct {
-	few  [8]string
+	few  [16]string
 	n    int
 	many map[string]struct{}
 }
@@ -182,7 +185,7 @@ func (s *nameSet) add(name string) bool {
 		s.n++
 		return true
 	}
-	s.many = make(map[string]struct{}, 4*len(s.few))
+	s.many = make(map[string]struct{}, 2*len(s.few))
 	for _, have := range s.few {
 		s.many[have] = struct{}{}
 	}

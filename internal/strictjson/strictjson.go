@@ -22,6 +22,7 @@ const (
 	RuleDuplicate    = "no-duplicate-keys" // a member name twice in one object
 	RuleTrailing     = "no-trailing-data"  // something other than white space after the document
 	RuleDepth        = "depth"             // nested deeper than MaxDepth
+	RuleMembers      = "members"           // more members than Limit allows
 	RuleType         = "type"              // a value of another JSON type than wanted
 	RuleNotNull      = "not-null"          // null where a value is wanted
 	RuleRequired     = "required"          // a member is missing
@@ -77,6 +78,8 @@ type Reader struct {
 	data  []byte
 	pos   int
 	depth int
+	most  int               // members of all objects; 0: any number
+	count int               // of members so far
 	short map[string]string // short strings handed out before, so that repeated ones are not allocated again
 }
 
@@ -95,6 +98,10 @@ func Read(data []byte, document func(*Reader) error) error {
 	}
 	return nil
 }
+
+// Limit bounds how many members all objects of the document may have together, those that are read already included.
+// It bounds the memory that a document of a given length takes, since names are kept to tell that none occurs twice.
+func (r *Reader) Limit(members int) { r.most = members }
 
 // Valid reports the first fault of a document whose members are not known here.
 func Valid(data []byte) error { return Read(data, (*Reader).Skip) }

@@ -298,3 +298,21 @@ func BenchmarkValid(b *testing.B) {
 		}
 	}
 }
+
+// TestLimit: members count over all objects, also those of values that are skipped.
+func TestLimit(t *testing.T) {
+	for doc, members := range map[string]int{
+		`{}`: 0, `[{},{}]`: 0, `{"a":1,"b":[{"a":1},{"a":{"b":null}}]}`: 5, `{"a":{"a":{"a":{}}}}`: 3,
+	} {
+		for most := 1; most < 7; most++ {
+			err := Read([]byte(doc), func(r *Reader) error {
+				r.Limit(most)
+				return r.Skip()
+			})
+			var e *Error
+			if refused := errors.As(err, &e) && e.Rule == RuleMembers; refused != (members > most) || !refused && err != nil {
+				t.Errorf("%s with at most %d members: %v", doc, most, err)
+			}
+		}
+	}
+}

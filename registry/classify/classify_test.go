@@ -334,6 +334,94 @@ func TestNestedManifest(t *testing.T) {
 	}
 }
 
+// filled is a manifest of nearly the largest size: between head and tail stands item, with its number, again and again.
+func filled(head, tail string, item func(i int) string) []byte {
+	var b strings.Builder
+	b.WriteString(`{"schemaVersion":2,"config":{"mediaType":"a","digest":"` + someDigest + `","size":2},` + head)
+	for i := 0; b.Len() < api.MaxManifestBytes-len(tail)-2000; i++ {
+		if i > 0 {
+			b.WriteByte(',')
+		}
+		b.WriteString(item(i))
+	}
+	b.WriteString(tail)
+	return []byte(b.String())
+}
+
+var someDigest = identity.Sum(nil).String()
+
+// SE-04: a manifest that is made to take memory is refused, or takes it in proportion to its size.
+func TestManifestBombs(t *testing.T) {
+	layer := `{"mediaType":"a","size":1,"digest":"` + someDigest + `"`
+	short := func(i int) string { return fmt.Sprintf(`"%x":""`, i) }
+	many := func(n int) string {
+		var names []string
+		for i := range n {
+			names = append(names, short(i))
+		}
+		return "{" + strings.Join(names, ",") + "}"
+	}
+	for name, c := range map[string]struct {
+		head, tail string
+		item       func(int) string
+		taken      bool
+	}{
+		"annotations":         {`"layers":[],"annotations":{`, `}}`, short, false},
+		"of one layer":        {`"layers":[` + layer + `,"annotations":{`, `}}]}`, short, false},
+		"of all layers":       {`"layers":[`, `]}`, func(int) string { return layer + `,"annotations":` + many(20) + `}` }, false},
+		"unknown members":     {`"layers":[],"x":{`, `}}`, short, false},
+		"of the manifest":     {`"layers":[],`, `}`, short, false},
+		"objects":             {`"layers":[],"x":[`, `]}`, func(int) string { return many(9) }, false},
+		"larger objects":      {`"layers":[],"x":[`, `]}`, func(int) string { return many(17) }, false},
+		"layers":              {`"layers":[`, `]}`, func(int) string { return layer + `}` }, true},
+		"layers with a note":  {`"layers":[`, `]}`, func(int) string { return layer + `,"annotations":{"":""}}` }, true},
+		"numbers":             {`"layers":[],"x":[`, `]}`, func(int) string { return "1" }, true},
+		"one long annotation": {`"layers":[],"annotations":{"a":"`, `"}}`, func(int) string { return "aaaaaaaa" }, true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			bomb := filled(c.head, c.tail, c.item)
+			var before, after runtime.MemStats
+			runtime.ReadMemStats(&before)
+			_, err := Parse(imageType, bomb)
+			runtime.ReadMemStats(&after)
+			if (err == nil) != c.taken || err != nil && !errors.Is(err, api.ErrManifestInvalid) {
+				t.Error(err)
+			}
+			if took := after.TotalAlloc - before.TotalAlloc; took > 32<<20 {
+				t.Errorf("%d bytes were allocated for one of %d", took, len(bomb))
+			}
+			if _, err := ParseTaken(imageType, bomb); err != nil {
+				t.Errorf("if it was taken before: %v", err)
+			}
+		})
+	}
+}
+
+// The largest manifests that tools write, as far as they may be stored at all, are taken.
+func TestDenseManifestsAreTaken(t *testing.T) {
+	file := func(i int) string {
+		return fmt.Sprintf(`{"mediaType":"application/vnd.cncf.model.weight.v1.raw","digest":%q,"size":4294967296,`+
+			`"annotations":{"org.cncf.model.filepath":"m-%[2]d.safetensors","org.opencontainers.image.title":"m-%[2]d.safetensors",`+
+			`"org.cncf.model.file.mediatype.untested":"true","org.cncf.model.file.metadata+json":"{\"name\":\"m-%[2]d\",`+
+			`\"mode\":420,\"uid\":0,\"gid\":0,\"size\":4294967296,\"mtime\":\"2026-01-01T00:00:00Z\",\"typeflag\":48}"}}`,
+			someDigest, i)
+	}
+	if _, err := Parse(imageType, filled(`"layers":[`, `]}`, file)); err != nil {
+		t.Error("layers:", err)
+	}
+	child := func(int) string {
+		return `{"mediaType":"application/vnd.oci.image.manifest.v1+json","digest":"` + someDigest + `","size":1234,` +
+			`"annotations":{"vnd.docker.reference.digest":"` + someDigest + `",` +
+			`"vnd.docker.reference.type":"attestation-manifest"},` +
+			`"platform":{"architecture":"amd64","os":"linux","os.version":"1","variant":"v2"}}`
+	}
+	list := filled(`"manifests":[`, `]}`, child)
+	list = bytes.Replace(list, []byte(`"config":{"mediaType":"a","digest":"`+someDigest+`","size":2},`), nil, 1)
+	if _, err := Parse("application/vnd.oci.image.index.v1+json", list); err != nil {
+		t.Error("children:", err)
+	}
+}
+
 func TestLargeManifestIsLinear(t *testing.T) {
 	s := blobs{}
 	var layers []layer

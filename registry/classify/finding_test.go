@@ -41,7 +41,9 @@ func TestFindingIsKept(t *testing.T) {
 			t.Errorf("%s: kept", name)
 		}
 	}
-	for _, bad := range []string{"", "{", strings.Replace(kept, "[2,1]", "[-1]", 1), strings.Replace(kept, "[2,1]", "[2]", 1)} {
+	for _, bad := range []string{
+		"", "{", strings.Replace(kept, "[2,1]", "[-1]", 1), strings.Replace(kept, "[2,1]", "[2]", 1),
+	} {
 		if _, err := ParseFinding(m, bad); err == nil {
 			t.Errorf("%q: read", bad)
 		}

@@ -100,10 +100,26 @@ func (d Descriptor) nondistributable() bool {
 		d.MediaType == mediaTypeDockerForeign
 }
 
+// The limits of what a manifest is made of. Nothing that a model is described with comes near: a manifest of
+// api.MaxManifestBytes has as many annotations only if they have 64 bytes each, and as many members only if those have
+// 16. Without them it could take twenty times its size in memory.
+const (
+	MaxAnnotations = 1 << 16 // of the manifest and of its descriptors together
+	MaxMembers     = 1 << 18 // of all JSON objects together
+)
+
 // Parse reads a manifest that was sent with a content type, which may be empty if the manifest names its own. Every
 // error is api.ErrManifestInvalid.
 func Parse(contentType string, body []byte) (Manifest, error) {
-	m, err := parse(contentType, body)
+	return parsed(parse(contentType, body, MaxAnnotations, MaxMembers))
+}
+
+// ParseTaken is Parse for a manifest that was taken before, perhaps when there were no limits.
+func ParseTaken(contentType string, body []byte) (Manifest, error) {
+	return parsed(parse(contentType, body, 0, 0))
+}
+
+func parsed(m Manifest, err error) (Manifest, error) {
 	if err != nil {
 		return Manifest{}, api.Errorf(api.CodeManifestInvalid, "manifest: %v", err)
 	}
@@ -118,11 +134,13 @@ type document struct {
 	layers, manifests       []Descriptor
 	annotations             map[string]string
 	hasLayers, hasManifests bool
+	notes, maxNotes         int // annotations so far, and at most; 0: any number
 }
 
-func parse(contentType string, body []byte) (Manifest, error) {
-	var doc document
+func parse(contentType string, body []byte, maxNotes, maxMembers int) (Manifest, error) {
+	doc := document{maxNotes: maxNotes}
 	err := strictjson.Read(body, func(r *strictjson.Reader) error {
+		r.Limit(maxMembers)
 		return r.Object(func(name string) error { return doc.member(r, name) })
 	})
 	if err != nil {
@@ -165,17 +183,17 @@ func (doc *document) member(r *strictjson.Reader, name string) (err error) {
 	case "artifactType":
 		doc.artifactType, err = r.String()
 	case "config":
-		doc.config, err = descriptor(r)
+		doc.config, err = doc.descriptor(r)
 	case "subject":
-		doc.subject, err = descriptor(r)
+		doc.subject, err = doc.descriptor(r)
 	case "layers":
 		doc.hasLayers = true
-		doc.layers, err = descriptors(r)
+		doc.layers, err = doc.descriptors(r)
 	case "manifests":
 		doc.hasManifests = true
-		doc.manifests, err = descriptors(r)
+		doc.manifests, err = doc.descriptors(r)
 	case "annotations":
-		doc.annotations, err = annotations(r)
+		doc.annotations, err = doc.readAnnotations(r)
 	default:
 		err = r.Skip()
 	}
@@ -205,9 +223,9 @@ func mediaType(contentType, own string) (string, error) {
 	return "", fmt.Errorf("media type %.80q is not taken: want an OCI or Docker image manifest or index", sent)
 }
 
-func descriptors(r *strictjson.Reader) (out []Descriptor, err error) {
+func (doc *document) descriptors(r *strictjson.Reader) (out []Descriptor, err error) {
 	err = r.Array(func(int) error {
-		d, err := descriptor(r)
+		d, err := doc.descriptor(r)
 		if err != nil {
 			return err
 		}
@@ -217,7 +235,7 @@ func descriptors(r *strictjson.Reader) (out []Descriptor, err error) {
 	return out, err
 }
 
-func descriptor(r *strictjson.Reader) (*Descriptor, error) {
+func (doc *document) descriptor(r *strictjson.Reader) (*Descriptor, error) {
 	var d Descriptor
 	var digest string
 	hasSize := false
@@ -235,7 +253,7 @@ func descriptor(r *strictjson.Reader) (*Descriptor, error) {
 			if r.Kind() == strictjson.Null {
 				return r.Skip()
 			}
-			d.Annotations, err = annotations(r)
+			d.Annotations, err = doc.readAnnotations(r)
 		default:
 			err = r.Skip()
 		}
@@ -265,9 +283,12 @@ func size(r *strictjson.Reader) (int64, error) {
 	return int64(n), err
 }
 
-func annotations(r *strictjson.Reader) (map[string]string, error) {
+func (doc *document) readAnnotations(r *strictjson.Reader) (map[string]string, error) {
 	out := map[string]string{}
 	err := r.Object(func(name string) (err error) {
+		if doc.notes++; doc.maxNotes > 0 && doc.notes > doc.maxNotes {
+			return r.Fail(r.Offset(), "annotations", "more than %d annotations in all", doc.maxNotes)
+		}
 		out[name], err = r.String()
 		return err
 	})

@@ -281,7 +281,7 @@ func (r *retaining) retire(ctx context.Context, old []index.Record) error {
 		if err != nil {
 			return err
 		}
-		m, err := classify.Parse(rec.MediaType, body)
+		m, err := classify.ParseTaken(rec.MediaType, body)
 		if err != nil {
 			return fmt.Errorf("manifest %s: %w", rec.Digest, err)
 		}

@@ -26,7 +26,7 @@ type Abandoned struct {
 type Upload struct {
 	ID         string    `json:"id"`
 	Repository string    `json:"repository,omitempty"` // empty: not known, as the index was made anew since it began
-	Bytes      int64     `json:"bytes"`                // received
+	Bytes      int64     `json:"bytes"`                // received; 0 of one that became a blob, which stays
 	Touched    time.Time `json:"touched"`              // when it got its last byte, or began
 	Seconds    int64     `json:"age_seconds"`          // since then
 }
@@ -99,6 +99,9 @@ func (p *Pruner) PurgeUploads(ctx context.Context, o Abandoned, gone func(Upload
 
 func (p *Pruner) upload(ctx context.Context, open blobstore.UploadInfo) (Upload, error) {
 	u := Upload{ID: open.ID, Bytes: open.Size, Touched: open.Touched}
+	if !open.Blob.IsZero() { // a receipt
+		u.Bytes = 0
+	}
 	u.Seconds = int64(max(p.Now().Sub(open.Touched), 0) / time.Second)
 	known, err := p.Index.Upload(ctx, open.ID)
 	if errors.Is(err, index.ErrNotFound) {
