@@ -5,6 +5,7 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"maps"
 	"net/http"
 	"net/http/httptest"
 	"os"
@@ -25,14 +26,20 @@ func TestMain(m *testing.M) { testscript.Main(m, map[string]func(){"kiln-push": 
 // TestScripts runs one script per promise. Each has a registry of its own at $REGISTRY, a read-only one at $FROZEN, and
 // servers that deny everything at $DENIED, answer with a page at $PAGE, and serve a resident model at $RESIDENT.
 func TestScripts(t *testing.T) {
+	cmds := map[string]func(*testscript.TestScript, bool, []string){
+		"exits": testregistry.Exits, "shard": makeShard, "serving": serving, "aggregate": aggregate,
+	}
+	maps.Copy(cmds, madeCommands)
 	testscript.Run(t, testscript.Params{
 		Dir:  "testdata",
-		Cmds: map[string]func(*testscript.TestScript, bool, []string){"exits": testregistry.Exits, "shard": makeShard, "serving": serving, "aggregate": aggregate},
+		Cmds: cmds,
 		Setup: func(e *testscript.Env) error {
-			reg, err := testregistry.Open(filepath.Join(e.WorkDir, ".registry"), e.Defer)
+			store, err := testregistry.Open(filepath.Join(e.WorkDir, ".registry"), e.Defer)
 			if err != nil {
 				return err
 			}
+			reg := &writes{Handler: store}
+			e.Values[writesKey{}] = reg
 			frozen, err := testregistry.Open(filepath.Join(e.WorkDir, ".frozen"), e.Defer, func(c *registry.Config) {
 				c.ReadOnly = true
 			})

@@ -87,11 +87,11 @@ func binding(ctx context.Context, c *client.Client, ref client.Reference, base s
 	if err != nil {
 		return nil, err
 	}
-	s, err := artifact.FindSubject(ctx, c, ref.Repo, ref.Name())
+	f, err := artifact.FindManifest(ctx, c, ref)
 	if err != nil {
 		return nil, err
 	}
-	return artifact.Bind(s, b, said)
+	return artifact.Bind(f, b, said)
 }
 
 // bound is the reference of the artifact that a statement is about.

@@ -302,22 +302,22 @@ func (e *Error) Error() string { return e.Msg + " (" + e.Code + ")" }
 
 // Codes of Error.
 const (
-	CodeNoConfig       = "missing_adapter_config"
-	CodeNoWeights      = "missing_adapter_weights"
-	CodeNoTensors      = "no_lora_tensors"
-	CodeSeveral        = "several_adapters"
-	CodeNotRegular     = "not_a_regular_file"
-	CodeFileName       = "file_name"
-	CodeTooManyFiles   = "too_many_files"
-	CodeTooLarge       = "file_too_large"
-	CodeLegacy         = "no_base_manifest" // a Kiln record without the full manifest of its base
-	CodeNoBase         = "not_a_base"       // what was named as a base is none
-	CodeOtherDocument  = "other_document"   // the file is no document of the kind that was asked for
-	CodeOtherBase      = "other_base"       // it is stamped with another base
-	CodeOtherFiles     = "other_files"      // its manifest describes other files
-	CodeReceiptNamed   = "receipt_named"    // an adapter manifest names the bytes of the receipt
-	CodeSameBase       = "same_base"        // a base is not derived from itself
-	CodeUnknownSubject = "subject_unknown"
+	CodeNoConfig      = "missing_adapter_config"
+	CodeNoWeights     = "missing_adapter_weights"
+	CodeNoTensors     = "no_lora_tensors"
+	CodeSeveral       = "several_adapters"
+	CodeNotRegular    = "not_a_regular_file"
+	CodeFileName      = "file_name"
+	CodeTooManyFiles  = "too_many_files"
+	CodeTooLarge      = "file_too_large"
+	CodeLegacy        = "no_base_manifest" // a Kiln record without the full manifest of its base
+	CodeNoBase        = "not_a_base"       // what was named as a base is none
+	CodeOtherDocument = "other_document"   // the file is no document of the kind that was asked for
+	CodeOtherBase     = "other_base"       // it is stamped with another base
+	CodeOtherFiles    = "other_files"      // its manifest describes other files
+	CodeReceiptNamed  = "receipt_named"    // an adapter manifest names the bytes of the receipt
+	CodeSameBase      = "same_base"        // a base is not derived from itself
+	CodeIsBase        = "is_a_base"        // what a base was named for is one
 )
 
 // document reads the file of a document, at most limit bytes.

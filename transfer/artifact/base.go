@@ -2,6 +2,7 @@ package artifact
 
 import (
 	"context"
+	"encoding/json"
 	"fmt"
 	"os"
 
@@ -110,19 +111,36 @@ func findReference(ctx context.Context, text string, dial transfer.Dial) (b Base
 	if plan.NoBase == nil {
 		b.Manifest = &plan.Base
 	}
-	b.Subject, err = FindSubject(ctx, c, plan.Repository, plan.Manifest.String())
+	f, err := FindManifest(ctx, c, client.Reference{Host: ref.Host, Repo: ref.Repo, Digest: plan.Manifest})
+	b.Subject = f.Subject
 	return b, plan.NoBase, err
 }
 
-// FindSubject asks a registry for the manifest that a tag or a digest of a repository names. api.ErrManifestUnknown.
-func FindSubject(ctx context.Context, c *client.Client, repo, ref string) (transfer.Subject, error) {
+// Found is a manifest that a registry holds.
+type Found struct {
+	transfer.Subject
+	Name        string            // as it was asked for
+	Annotations map[string]string // what the manifest says; nothing of it was checked here
+}
+
+// FindManifest asks a registry for the manifest that a tag or a digest of a repository names. api.ErrManifestUnknown.
+func FindManifest(ctx context.Context, c *client.Client, ref client.Reference) (f Found, err error) {
 	var m client.Manifest
-	err := c.Retry(ctx, repo+" "+ref, func() (err error) {
-		m, err = c.Manifest(ctx, repo, ref)
+	err = c.Retry(ctx, ref.String(), func() (err error) {
+		m, err = c.Manifest(ctx, ref.Repo, ref.Name())
 		return err
 	})
-	if err != nil {
-		return transfer.Subject{}, fmt.Errorf("find %s in %s/%s: %w", ref, c.Host(), repo, err)
+	var says struct {
+		Annotations map[string]string `json:"annotations"`
 	}
-	return transfer.Subject{MediaType: m.MediaType, Digest: m.Digest, Size: int64(len(m.Bytes))}, nil
+	if err == nil {
+		err = json.Unmarshal(m.Bytes, &says)
+	}
+	if err != nil {
+		return f, fmt.Errorf("find %s: %w", ref, err)
+	}
+	return Found{
+		Subject: transfer.Subject{MediaType: m.MediaType, Digest: m.Digest, Size: int64(len(m.Bytes))},
+		Name:    ref.String(), Annotations: says.Annotations,
+	}, nil
 }

@@ -6,7 +6,6 @@ import (
 	"github.com/kiln-registry/kiln-registry/api"
 	"github.com/kiln-registry/kiln-registry/api/client"
 	"github.com/kiln-registry/kiln-registry/identity/documents"
-	"github.com/kiln-registry/kiln-registry/transfer"
 	"github.com/kiln-registry/kiln-registry/transfer/folder"
 )
 
@@ -19,9 +18,20 @@ type Words struct {
 	At         string // RFC 3339
 }
 
-// Bind is the statement that the artifact with the manifest s was made from base. It belongs into the repository of s,
-// of which it becomes a referrer, and leaves s as it is. A statement that breaks a rule is a *documents.Error.
-func Bind(s transfer.Subject, base Base, w Words) (*Artifact, error) {
+// Bind is the statement that an artifact was made from base. It belongs into the repository of the artifact, of which it
+// becomes a referrer, and leaves it as it is. An artifact that is a base, or that names another base in its annotations,
+// is an *Error; a statement that breaks a rule is a *documents.Error.
+func Bind(f Found, base Base, w Words) (*Artifact, error) {
+	said := f.Annotations[api.AnnotationAggregate]
+	switch {
+	case f.Annotations[api.AnnotationKind] == string(api.KindBase):
+		return nil, &Error{Code: CodeIsBase, Msg: f.Name + " is a base itself",
+			Hint: "kiln-push derive says from which one a base was made"}
+	case said != "" && said != base.Aggregate.String():
+		return nil, &Error{Code: CodeOtherBase, Msg: fmt.Sprintf("%s names %s in its annotation %s, but --base is %s", f.Name,
+			said, api.AnnotationAggregate, base.Aggregate), Hint: "a statement does not overrule what an artifact says itself"}
+	}
+	s := f.Subject
 	b := documents.Bind{Artifact: s.Digest, Aggregate: base.Aggregate}
 	if base.Manifest != nil {
 		b.Shards = *base.Manifest
