@@ -38,7 +38,7 @@ var imports = map[string]string{
 	"registry/prune":           "api blobstore identity index registry/access registry/classify; github.com/opencontainers/image-spec",
 	"registry/upkeep":          "api blobstore identity identity/lanes index",
 	"registry":                 "api blobstore identity identity/safetensors index internal/durable internal/strictjson registry/access registry/classify registry/prune registry/upkeep; github.com/gorilla/mux github.com/opencontainers/image-spec github.com/opencontainers/go-digest",
-	"registry/metrics":         "api blobstore index registry; github.com/prometheus/client_golang",
+	"registry/metrics":         "api blobstore identity index registry registry/upkeep; github.com/prometheus/client_golang",
 	"transfer":                 "api api/client identity identity/safetensors internal/durable transfer/folder transfer/staging; golang.org/x/sync golang.org/x/sys github.com/opencontainers/image-spec github.com/opencontainers/go-digest",
 	"transfer/artifact":        "api api/client identity identity/documents identity/safetensors internal/durable transfer transfer/folder; golang.org/x/sync",
 	"transfer/folder":          "identity identity/safetensors internal/durable; golang.org/x/sync golang.org/x/sys",

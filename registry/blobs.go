@@ -2,18 +2,21 @@ package registry
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
 	"net/http"
 	"strconv"
 	"strings"
+	"time"
 
 	"github.com/kiln-registry/kiln-registry/api"
 	"github.com/kiln-registry/kiln-registry/blobstore"
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/index"
 	"github.com/kiln-registry/kiln-registry/registry/access"
+	"github.com/kiln-registry/kiln-registry/registry/upkeep"
 )
 
 // StatBlob describes a blob of a repository. ErrBlobUnknown if the repository does not hold it, whoever else does.
@@ -46,7 +49,7 @@ func (r *Registry) HeadBlob(
 		return i, err
 	}
 	until, err := r.ix.LinkedUntil(ctx, repo, d)
-	if err != nil || until.Sub(r.now()) >= r.lease/2 {
+	if err != nil || until.Sub(r.now()) >= r.lease-min(r.lease/2, leaseRenewed) {
 		return i, err
 	}
 	return i, r.link(ctx, repo, i)
@@ -131,7 +134,102 @@ func (r *Registry) link(ctx context.Context, repo string, i blobstore.Info, more
 	lease := index.LinkBlob{Repo: repo, Digest: i.Digest, Size: i.Size, Until: r.now().Add(r.lease)}
 	r.writes.RLock()
 	defer r.writes.RUnlock()
-	return r.ix.Apply(ctx, append(more, lease)...)
+	note, err := r.noteLease(ctx)
+	if err != nil {
+		return err
+	}
+	if err := r.ix.Apply(ctx, append(append(more, lease), note...)...); err != nil {
+		return err
+	}
+	r.leaseNoted.Store(r.resets.Load() + 1)
+	return nil
+}
+
+// leaseNote keeps how long leases are, in the index: nothing else says when one began.
+const leaseNote = "lease"
+
+// leaseLength is the shortest length that leases of now may have.
+type leaseLength struct {
+	Length time.Duration `json:"length"`
+	Until  time.Time     `json:"until,omitzero"` // when the last one of this length ends; zero: they are still given
+}
+
+// next is what l becomes when leases of a length are given from now on. A zero l: there were none before.
+func (l leaseLength) next(length time.Duration, now time.Time) leaseLength {
+	switch {
+	case l.Length == 0, length <= l.Length, !l.Until.IsZero() && now.After(l.Until):
+		return leaseLength{Length: length}
+	case l.Until.IsZero():
+		l.Until = now.Add(l.Length)
+	}
+	return l
+}
+
+// noteLease returns the op that belongs to the first lease since this process or its index began. It is for those who
+// hold writes.
+func (r *Registry) noteLease(ctx context.Context) ([]index.Op, error) {
+	if r.leaseNoted.Load() == r.resets.Load()+1 {
+		return nil, nil
+	}
+	was, err := r.shortestLease(ctx)
+	if err != nil {
+		return nil, err
+	}
+	b, err := json.Marshal(was.next(r.lease, r.now()))
+	return []index.Op{index.Note{Name: leaseNote, Value: b}}, err
+}
+
+func (r *Registry) shortestLease(ctx context.Context) (l leaseLength, err error) {
+	b, err := r.ix.Note(ctx, leaseNote)
+	if err != nil || b == nil {
+		return l, err
+	}
+	if err := json.Unmarshal(b, &l); err != nil {
+		return l, fmt.Errorf("%w: note %s: %w", index.ErrDamaged, leaseNote, err)
+	}
+	return l, nil
+}
+
+// uses is upkeep.Collector.Uses. Where the terms give a shorter lease than was promised, a blob stays in use in a
+// repository to which an upload is open, unless they are to be forced.
+func (r *Registry) uses(ctx context.Context, d identity.Digest, now time.Time, t upkeep.Terms) (bool, error) {
+	if t.Lease <= 0 {
+		return r.ix.Uses(ctx, d, now)
+	}
+	given, err := r.shortestLease(ctx)
+	if err != nil {
+		return false, err
+	}
+	then := now.Add(max(given.Length-t.Lease, 0)) // a lease that ends before was given more than t.Lease ago
+	if t.Force {
+		return r.ix.Uses(ctx, d, then)
+	}
+	for repo, err := range r.ix.Holders(ctx, d, now) {
+		if err != nil {
+			return false, err
+		}
+		visible, err := r.ix.Visible(ctx, repo, d, then)
+		if err == nil && !visible {
+			visible, err = r.pushedTo(ctx, repo, now)
+		}
+		if err != nil || visible {
+			return visible, err
+		}
+	}
+	return false, nil
+}
+
+// pushedTo says whether an upload is open to a repository.
+func (r *Registry) pushedTo(ctx context.Context, repo string, now time.Time) (bool, error) {
+	for u, err := range r.ix.ExpiredUploads(ctx, now.Add(2*uploadTTL)) { // none stays longer
+		if err != nil {
+			return false, err
+		}
+		if u.Repo == repo && u.Expires.After(now) {
+			return true, nil
+		}
+	}
+	return false, nil
 }
 
 func (r *Registry) getBlob(w *response, q *request) error {

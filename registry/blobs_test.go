@@ -253,8 +253,8 @@ func TestVerifyReads(t *testing.T) {
 	}
 }
 
-// TestHeadRenewsLease: a HEAD by a caller who may push keeps a blob in its repository when less than half of its time
-// is left. Nothing else that only reads does.
+// TestHeadRenewsLease: a HEAD by a caller who may push keeps a blob in its repository when it was pushed, or
+// asked for, more than an hour ago. Nothing else that only reads does.
 func TestHeadRenewsLease(t *testing.T) {
 	s := newServer(t)
 	start := time.Now()
@@ -274,7 +274,7 @@ func TestHeadRenewsLease(t *testing.T) {
 			t.Errorf("%s: until %v, %v; want %v", when, until, err, want)
 		}
 	}
-	now = start.Add(3 * day)
+	now = start.Add(59 * time.Minute)
 	check("early", "HEAD", "writer", 7)
 	now = start.Add(4 * day)
 	check("GET", "GET", "writer", 7)

@@ -34,6 +34,8 @@ const (
 	// defaultLease is how long an uploaded or mounted blob waits in its repository for a manifest that refers to it: as
 	// long as an upload may take, since the first blob of a push waits for the last one.
 	defaultLease = uploadTTL
+	// leaseRenewed is how old a lease is at most when a HEAD leaves it as it is.
+	leaseRenewed = time.Hour
 	// defaultIdle is how long a request may make no progress.
 	defaultIdle = time.Minute
 )
@@ -92,14 +94,15 @@ type Registry struct {
 	large    chan struct{} // has room for one: the classification that holds a large shard index in memory
 	handles  sync.Map      // by id: the blobstore.Upload of each upload that this process has used and that has not ended
 
-	leftOut   atomic.Pointer[string] // names a ref of the store that the index could not take, unless empty
-	lease     time.Duration
-	verify    bool
-	locks     upkeep.Locks // held for a digest while something is made to refer to it
-	collector *upkeep.Collector
-	scrubber  *upkeep.Scrubber
-	pruner    *prune.Pruner
-	aside     aside
+	leftOut    atomic.Pointer[string] // names a ref of the store that the index could not take, unless empty
+	lease      time.Duration
+	leaseNoted atomic.Int64 // resets + 1, when the index was told how long leases are
+	verify     bool
+	locks      upkeep.Locks // held for a digest while something is made to refer to it
+	collector  *upkeep.Collector
+	scrubber   *upkeep.Scrubber
+	pruner     *prune.Pruner
+	aside      aside
 }
 
 // The states of a registry.
@@ -130,8 +133,8 @@ func New(c Config) (*Registry, error) {
 		r.lease = defaultLease
 	}
 	r.collector = &upkeep.Collector{
-		Store: c.Store, Index: c.Index, Locks: &r.locks, Enter: r.enter, Changed: r.aside.changed, Log: c.Log, Now: r.now,
-		ReadOnly: c.ReadOnly,
+		Store: c.Store, Index: c.Index, Locks: &r.locks, Enter: r.enter, Uses: r.uses,
+		Changed: r.aside.changed, Log: c.Log, Now: r.now, ReadOnly: c.ReadOnly,
 	}
 	r.aside.at = -1
 	r.scrubber = upkeep.NewScrubber(c.Store, c.Index, c.Log, r.now, r.aside.changed)

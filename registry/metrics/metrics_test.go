@@ -197,6 +197,13 @@ func TestWhatIsCounted(t *testing.T) {
 		{1e9, 1e11, "kiln_gc_last_end_timestamp_seconds", nil},
 		{1, 1, "kiln_gc_last_blobs", []string{"state=held"}},
 		{3 << 20, 3 << 20, "kiln_gc_last_bytes", []string{"state=leased"}},
+		{1, 1, "kiln_gc_runs_total", []string{"result=ended"}},
+		{0, 0, "kiln_gc_runs_total", []string{"result=failed"}},
+		{0, 0, "kiln_gc_removed_blobs_total", nil},
+		{2, 100, "kiln_scrub_read_blobs_total", nil},
+		{1e9, 1e11, "kiln_scrub_end_timestamp_seconds", nil},
+		{2, 100, "kiln_scrub_blobs", nil},
+		{0, 0, "kiln_scrub_findings_total", []string{"verdict=damaged"}},
 		{1e6, 1e15, "process_resident_memory_bytes", nil},
 		{1, 1e6, "go_goroutines", nil},
 	} {

@@ -7,6 +7,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 
 	"github.com/kiln-registry/kiln-registry/registry"
+	"github.com/kiln-registry/kiln-registry/registry/upkeep"
 )
 
 // scrapeTimeout is how long the registry is asked for its state.
@@ -42,19 +43,30 @@ var (
 	gcBlobs = desc("kiln_gc_last_blobs", "Blobs that it found, by what became of them.", "state")
 	gcBytes = desc("kiln_gc_last_bytes", "Bytes of those.", "state")
 
+	gcRuns = desc("kiln_gc_runs_total", "Collections since the start, dry runs aside; failed: did not run to their end.",
+		"result")
+	gcGoneBlobs = desc("kiln_gc_removed_blobs_total", "Blobs that collections have removed since the start.")
+	gcGoneBytes = desc("kiln_gc_removed_bytes_total", "Bytes of those.")
+
 	scrubBegan = desc("kiln_scrub_begin_timestamp_seconds",
 		"When the pass over all blobs began that runs, or the last one.")
 	scrubEnded = desc("kiln_scrub_end_timestamp_seconds", "When it ended; absent while it runs.")
 	scrubBlobs = desc("kiln_scrub_blobs", "Blobs that it has read so far.")
 	scrubBytes = desc("kiln_scrub_read_bytes", "Bytes of those.")
 	scrubFound = desc("kiln_scrub_findings", "Blobs that were not read well, by what was found.", "verdict")
+
+	allBlobs = desc("kiln_scrub_read_blobs_total",
+		"Blobs that were read again since the start: by passes, by command, or as they were suspect.")
+	allBytes = desc("kiln_scrub_read_bytes_total", "Bytes of those.")
+	allFound = desc("kiln_scrub_findings_total", "What was found wrong with them, since the start.", "verdict")
 )
 
 // Describe implements prometheus.Collector.
 func (s *state) Describe(to chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{
 		received, sent, running, isReady, uploads, refsAt, indexAt, asideNow, lostNow, gcEnded, gcTook, gcBlobs, gcBytes,
-		scrubBegan, scrubEnded, scrubBlobs, scrubBytes, scrubFound,
+		gcRuns, gcGoneBlobs, gcGoneBytes, allBlobs, allBytes, allFound, scrubBegan, scrubEnded, scrubBlobs, scrubBytes,
+		scrubFound,
 	} {
 		to <- d
 	}
@@ -67,8 +79,8 @@ func (o out) gauge(d *prometheus.Desc, v float64, labels ...string) {
 	o <- prometheus.MustNewConstMetric(d, prometheus.GaugeValue, v, labels...)
 }
 
-func (o out) counter(d *prometheus.Desc, v int64) {
-	o <- prometheus.MustNewConstMetric(d, prometheus.CounterValue, float64(v))
+func (o out) counter(d *prometheus.Desc, v int64, labels ...string) {
+	o <- prometheus.MustNewConstMetric(d, prometheus.CounterValue, float64(v), labels...)
 }
 
 func (o out) time(d *prometheus.Desc, t time.Time) {
@@ -121,6 +133,17 @@ func (s *state) upkeep(o out) {
 			o.gauge(gcBytes, float64(n.bytes), state)
 		}
 	}
+	gc := s.reg.Collector().Totals()
+	o.counter(gcRuns, gc.Ended, "ended")
+	o.counter(gcRuns, gc.Failed, "failed")
+	o.counter(gcGoneBlobs, gc.Removed.Blobs)
+	o.counter(gcGoneBytes, gc.Removed.Bytes)
+	all := s.reg.Scrubber().Totals()
+	o.counter(allBlobs, all.Read.Blobs)
+	o.counter(allBytes, all.Read.Bytes)
+	for verdict, n := range verdicts(all) {
+		o.counter(allFound, n, verdict)
+	}
 	p := s.reg.Scrubber().Pass()
 	if p.Began.IsZero() {
 		return
@@ -129,9 +152,14 @@ func (s *state) upkeep(o out) {
 	o.time(scrubEnded, p.Ended)
 	o.gauge(scrubBlobs, float64(p.Read.Blobs))
 	o.gauge(scrubBytes, float64(p.Read.Bytes))
-	for verdict, n := range map[string]int64{
-		"damaged": p.Damaged, "unsteady": p.Unsteady, "unreadable": p.Unreadable, "missing": p.Missing,
-	} {
+	for verdict, n := range verdicts(p) {
 		o.gauge(scrubFound, float64(n), verdict)
+	}
+}
+
+// verdicts are what was found, but good blobs.
+func verdicts(s upkeep.Scrubbing) map[string]int64 {
+	return map[string]int64{
+		"damaged": s.Damaged, "unsteady": s.Unsteady, "unreadable": s.Unreadable, "missing": s.Missing,
 	}
 }

@@ -79,6 +79,8 @@ type Terms struct {
 	MaxShare float64       // refuse if more than this share of the blobs, or of the bytes, would go; zero: DefaultMaxShare
 	Force    bool          // whatever the share
 	DryRun   bool          // change nothing
+	// Lease, if set, is how long a blob that was pushed waits for its manifest, where that is shorter than was promised.
+	Lease time.Duration
 	// Gone, if set, is told of each blob that was removed, or would be, one at a time. It may take its time.
 	Gone func(Blob)
 }
@@ -94,6 +96,8 @@ type Collector struct {
 	// Enter is called before the index is asked, and leave when what follows from the answer is done. Meanwhile the index
 	// must know all that the store holds; where it does not, Enter returns ErrNotLevel, which ends the collection.
 	Enter func(context.Context) (leave func(), err error)
+	// Uses says whether a blob is in use at a time, by the terms.
+	Uses func(ctx context.Context, d identity.Digest, now time.Time, t Terms) (bool, error)
 	// Changed is called after a blob was removed from the quarantine.
 	Changed func()
 	Log     *slog.Logger
@@ -103,10 +107,42 @@ type Collector struct {
 
 	running sync.Mutex
 	last    atomic.Pointer[Collection]
+	mu      sync.Mutex // guards totals
+	totals  CollectTotals
 }
 
 // Last returns what the last collection did that ran to its end, dry runs aside; nil: none yet.
 func (c *Collector) Last() *Collection { return c.last.Load() }
+
+// CollectTotals are what collections have come to since the process began, dry runs aside.
+type CollectTotals struct {
+	Ended   int64  // ran to their end
+	Failed  int64  // did not, though nobody stopped them: also those that refused as too much would have gone
+	Removed Amount // by both
+}
+
+// Totals returns what collections have come to.
+func (c *Collector) Totals() CollectTotals {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.totals
+}
+
+// tally adds a collection that ended, or was stopped by ctx, or failed.
+func (c *Collector) tally(ctx context.Context, did Collection, err error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	switch {
+	case did.DryRun:
+		return
+	case err == nil:
+		c.totals.Ended++
+	case ctx.Err() == nil:
+		c.totals.Failed++
+	}
+	c.totals.Removed.Blobs += did.Removed.Blobs + did.Aside.Blobs
+	c.totals.Removed.Bytes += did.Removed.Bytes + did.Aside.Bytes
+}
 
 // collectNote keeps when the last collection began, in the index.
 const collectNote = "collect"
@@ -132,6 +168,7 @@ func (c *Collector) Collect(ctx context.Context, t Terms) (Collection, error) {
 	run := &collecting{c: c, terms: t, did: Collection{DryRun: t.DryRun, Began: c.Now()}}
 	err := run.run(ctx)
 	run.did.Ended = c.Now()
+	c.tally(ctx, run.did, err)
 	if err != nil {
 		return run.did, fmt.Errorf("collect: %w", err)
 	}
@@ -281,7 +318,7 @@ func (r *collecting) use(ctx context.Context, i blobstore.Info) (use, error) {
 		return held, err
 	}
 	now := r.c.Now()
-	uses, err := r.c.Index.Uses(ctx, i.Digest, now)
+	uses, err := r.c.Uses(ctx, i.Digest, now, r.terms)
 	switch {
 	case err != nil || uses:
 		return leased, err
@@ -443,7 +480,7 @@ func (r *collecting) unlessUsed(ctx context.Context, d identity.Digest, remove f
 		return false, err
 	}
 	defer leave()
-	if uses, err := r.c.Index.Uses(ctx, d, r.c.Now()); err != nil || uses {
+	if uses, err := r.c.Uses(ctx, d, r.c.Now(), r.terms); err != nil || uses {
 		return false, err
 	}
 	return false, remove()

@@ -377,6 +377,9 @@ func TestHeldAtTheLastMoment(t *testing.T) {
 	c := &upkeep.Collector{
 		Store: r.store, Index: r.ix, Locks: new(upkeep.Locks), Changed: func() {}, Now: h.clock,
 		Log: slog.New(slog.DiscardHandler),
+		Uses: func(ctx context.Context, d identity.Digest, now time.Time, _ upkeep.Terms) (bool, error) {
+			return r.ix.Uses(ctx, d, now)
+		},
 	}
 	c.Enter = func(ctx context.Context) (func(), error) {
 		if asked++; asked < 3 { // when it is counted, and when it is found again

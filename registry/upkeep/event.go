@@ -183,16 +183,18 @@ func (t Terms) Query() url.Values {
 	return url.Values{
 		"grace": {t.Grace.String()}, "max-share": {strconv.FormatFloat(t.MaxShare, 'g', -1, 64)},
 		"force": {strconv.FormatBool(t.Force)}, "dry-run": {strconv.FormatBool(t.DryRun)},
+		"lease": {t.Lease.String()},
 	}
 }
 
 // parseTerms reads a query, in which nothing may be left out.
 func parseTerms(q url.Values) (t Terms, err error) {
-	var errs [4]error
+	var errs [5]error
 	t.Grace, errs[0] = time.ParseDuration(q.Get("grace"))
 	t.MaxShare, errs[1] = strconv.ParseFloat(q.Get("max-share"), 64)
 	t.Force, errs[2] = strconv.ParseBool(q.Get("force"))
 	t.DryRun, errs[3] = strconv.ParseBool(q.Get("dry-run"))
+	t.Lease, errs[4] = time.ParseDuration(q.Get("lease"))
 	return t, errors.Join(errs[:]...)
 }
 

@@ -99,6 +99,7 @@ type Scrubber struct {
 	lost     lost
 	mu       sync.Mutex               // guards what follows
 	state    Scrubbing                // of the pass that is under way, or was the last
+	totals   Scrubbing                // of all passes, orders and suspects, without times
 	waiting  map[identity.Digest]bool // in suspects
 }
 
@@ -123,6 +124,20 @@ func (s *Scrubber) Pass() Scrubbing {
 	return s.state
 }
 
+// Totals returns what was found since the process began, by whichever way; it has no times.
+func (s *Scrubber) Totals() Scrubbing {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.totals
+}
+
+// tally adds a finding to the totals.
+func (s *Scrubber) tally(f Finding) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.totals.add(f)
+}
+
 // Suspect has Run look at a blob soon. It never waits.
 func (s *Scrubber) Suspect(d identity.Digest) {
 	s.mu.Lock()
@@ -145,8 +160,8 @@ type Order struct {
 	Found func(Finding)
 }
 
-// Scrub reads blobs now, beside a pass that may be under way. It goes on after what it finds. ErrRunning if another
-// Scrub runs.
+// Scrub reads blobs now, beside a pass that may be under way. It goes on after what it finds. One of all blobs counts
+// as a pass, unless one is under way. ErrRunning if another Scrub runs.
 func (s *Scrubber) Scrub(ctx context.Context, o Order) (did Scrubbing, err error) {
 	if !s.asked.TryLock() {
 		return did, fmt.Errorf("scrub: %w", ErrRunning)
@@ -156,6 +171,7 @@ func (s *Scrubber) Scrub(ctx context.Context, o Order) (did Scrubbing, err error
 	p := newPace(o.Rate)
 	see := func(f Finding) {
 		did.add(f)
+		s.tally(f)
 		if o.Found != nil && (f.Verdict != Good || len(o.Digests) > 0) {
 			o.Found(f)
 		}
@@ -166,10 +182,27 @@ func (s *Scrubber) Scrub(ctx context.Context, o Order) (did Scrubbing, err error
 		err = s.all(ctx, p, see)
 	}
 	did.Ended = s.now()
+	if err == nil && len(o.Digests) == 0 {
+		err = s.passed(ctx, did)
+	}
 	if err != nil {
 		err = fmt.Errorf("scrub: %w", err)
 	}
 	return did, err
+}
+
+// passed keeps a scrub of all blobs as the last pass, unless one is under way.
+func (s *Scrubber) passed(ctx context.Context, did Scrubbing) error {
+	s.mu.Lock()
+	underWay := !s.state.Began.IsZero() && s.state.Ended.IsZero()
+	if !underWay {
+		s.state = did
+	}
+	s.mu.Unlock()
+	if underWay || s.ReadOnly {
+		return nil
+	}
+	return save(context.WithoutCancel(ctx), s.ix, scrubNote, did)
 }
 
 func (s *Scrubber) these(ctx context.Context, ds []identity.Digest, p *pace, see func(Finding)) error {
@@ -364,7 +397,10 @@ func (s *Scrubber) watch(ctx context.Context) {
 			s.mu.Lock()
 			delete(s.waiting, d)
 			s.mu.Unlock()
-			if _, err := s.digest(ctx, d, p); err != nil && ctx.Err() == nil {
+			f, err := s.digest(ctx, d, p)
+			if err == nil {
+				s.tally(f)
+			} else if ctx.Err() == nil {
 				s.log.Error("suspect blob not read", "digest", d.String(), "error", err)
 			}
 		case <-ctx.Done():
@@ -435,6 +471,7 @@ func (s *Scrubber) next(ctx context.Context, b due, p *pace) error {
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	s.totals.add(f)
 	s.state.add(f)
 	s.state.At = b.Digest
 	return nil

@@ -24,6 +24,10 @@ type collecting struct {
 	json bool
 }
 
+// minLease is the shortest lease without --force: what a client asks for by HEAD counts as just pushed only to within
+// an hour.
+const minLease = 2 * time.Hour
+
 func gcCommand(stderr io.Writer) *cobra.Command {
 	var c collecting
 	cmd := &cobra.Command{
@@ -32,7 +36,11 @@ func gcCommand(stderr io.Writer) *cobra.Command {
 
 A blob goes when no manifest of any repository refers to it, none that is being pushed may need it, and it is older than
 --grace. A running server does this itself once in --gc-interval. If more than --max-share of all blobs, or of their
-bytes, would go, nothing does: that looks like an index that lacks something. --dry-run says what would go.`,
+bytes, would go, nothing does: that looks like an index that lacks something. --dry-run says what would go.
+
+A blob that was pushed waits for its manifest as long as the server's --lease says, a week by default. --lease gives
+those that wait a shorter time now. Choose one that is longer than a push takes: a push that needs a blob that went has
+to send it again. What waits in a repository to which an upload is open stays; --force takes that too.`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if err := c.check(); err != nil {
 				return err
@@ -45,15 +53,23 @@ bytes, would go, nothing does: that looks like an index that lacks something. --
 	f.DurationVar(&c.Grace, "grace", upkeep.DefaultGrace, "how old a blob is at least when it goes")
 	f.Float64Var(&c.MaxShare, "max-share", upkeep.DefaultMaxShare,
 		"refuse if a larger share of the blobs or bytes would go")
-	f.BoolVar(&c.Force, "force", false, "whatever the share")
+	f.DurationVar(&c.Lease, "lease", 0, "how long a blob that was pushed waits for its manifest; 0: as was promised")
+	f.BoolVar(&c.Force, "force", false, "whatever the share, and whatever a running push may need")
 	f.BoolVar(&c.DryRun, "dry-run", false, "only say what would go")
 	f.BoolVar(&c.json, "json", false, "print JSON, one object a line")
 	return cmd
 }
 
 func (c *collecting) check() error {
+	if c.Lease > 0 && c.Lease < minLease && !c.Force {
+		return cli.Hint(
+			cli.Usagef("--lease %s: a push that runs may need its blobs for longer: want %s or more", c.Lease, minLease),
+			"--force, if no push runs",
+		)
+	}
 	return cmp.Or(
-		cli.NotNegative("--grace", c.Grace), cli.Share("--max-share", c.MaxShare), c.Flags.Check(),
+		cli.NotNegative("--lease", c.Lease), cli.NotNegative("--grace", c.Grace),
+		cli.Share("--max-share", c.MaxShare), c.Flags.Check(),
 	)
 }
 
