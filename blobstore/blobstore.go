@@ -33,6 +33,9 @@ var (
 	ErrNoSpace = errors.New("no space left in the store")
 	// ErrDamaged: the store's own records do not read back as they were written.
 	ErrDamaged = errors.New("store is damaged")
+	// ErrRefsDamaged: refs that were kept are missing, or do not read back as they were kept; the error says where. It is
+	// an ErrDamaged too. What is left can be gone on with by an Open that accepts the loss.
+	ErrRefsDamaged = fmt.Errorf("%w: its refs", ErrDamaged)
 	// ErrNotStore: the place is not a store of this kind, or not yet made one.
 	ErrNotStore = errors.New("not a store")
 	// ErrInUse: another process owns the store.
@@ -139,7 +142,8 @@ type Refs interface {
 	// share one sync. ErrNoSpace.
 	Put(ctx context.Context, refs ...Ref) (Position, error)
 	// Since yields the refs after a position, each with the position after it, in the order in which they were kept.
-	// Groups that one Put kept together are yielded completely or, after a crash, not at all. ErrDamaged.
+	// Groups that one Put kept together are yielded completely or, after a crash, not at all. ErrRefsDamaged, also if the
+	// refs end before that position.
 	Since(ctx context.Context, after Position) iter.Seq2[PlacedRef, error]
 }
 
@@ -147,6 +151,33 @@ type Refs interface {
 type PlacedRef struct {
 	Ref
 	After Position
+}
+
+// Dropped is a part of the refs of a store that Open left out, as it reads as no refs: what a process that was killed had
+// not written to its end, which was not acknowledged, or damage.
+type Dropped struct {
+	Where string // names the log and the place in it
+	Bytes int64  // 0: what was there is gone
+	Kept  string // where the bytes are kept for people to look at; empty: there was no space for them
+}
+
+// String says it in one line.
+func (d Dropped) String() string {
+	text := fmt.Sprintf("%s: left out %d bytes that read as no refs, the end of an unfinished write or damage",
+		d.Where, d.Bytes)
+	switch {
+	case d.Bytes == 0:
+		return d.Where + " is not there: left out"
+	case d.Kept == "":
+		return text + "; there was no space to keep them"
+	}
+	return text + "; they are kept in " + d.Kept
+}
+
+// Losses is implemented by stores that say what Open left out of their refs.
+type Losses interface {
+	// Dropped returns it in order; nothing: all refs that are there could be read, as far as Open read them.
+	Dropped() []Dropped
 }
 
 // Quarantine is implemented by stores that can set damaged blobs aside.

@@ -9,8 +9,11 @@ import (
 	"hash/crc32"
 	"io"
 	"iter"
+	"math"
 	"os"
+	"path/filepath"
 	"sync"
+	"time"
 
 	"github.com/kiln-registry/kiln-registry/blobstore"
 	"github.com/kiln-registry/kiln-registry/internal/durable"
@@ -18,9 +21,11 @@ import (
 
 // refLog is refs.log, open. Puts that wait at the same time are written and synced together.
 type refLog struct {
-	f     *durable.File
-	salt  []byte
-	group durable.Group
+	disk    durable.Disk
+	f       *durable.File
+	salt    []byte
+	group   durable.Group
+	dropped []blobstore.Dropped // by openLog
 
 	mu      sync.Mutex // guards queue and end
 	queue   []*frame
@@ -41,31 +46,29 @@ type frame struct {
 }
 
 // openLog opens the log at path, and cuts off the end of a write that was never acknowledged.
-func openLog(disk durable.Disk, path string, notify func(string)) (*refLog, error) {
+func openLog(disk durable.Disk, path string, acceptLoss bool) (*refLog, error) {
 	f, err := disk.OpenFile(path, os.O_RDWR, 0)
 	if errors.Is(err, os.ErrNotExist) {
 		return nil, fmt.Errorf("%w: it has no %s", blobstore.ErrDamaged, refsName)
 	} else if err != nil {
 		return nil, err
 	}
-	l := &refLog{f: f}
-	if err := l.recover(notify); err != nil {
-		f.Close()
+	l := &refLog{disk: disk, f: f}
+	if acceptLoss {
+		err = l.mend()
+	}
+	if err == nil {
+		err = l.recover()
+	}
+	if err != nil {
+		l.f.Close()
 		return nil, err
 	}
 	return l, nil
 }
 
-func (l *refLog) recover(notify func(string)) error {
-	b := make([]byte, logHeaderSize)
-	n, err := l.f.ReadAt(b, 0)
-	if err != nil && err != io.EOF {
-		return err
-	}
-	if l.salt, err = parseLogHeader(b[:n]); err != nil {
-		return err
-	}
-	size, err := l.f.Size()
+func (l *refLog) recover() error {
+	size, err := l.readHeader()
 	if err != nil {
 		return err
 	}
@@ -73,13 +76,150 @@ func (l *refLog) recover(notify func(string)) error {
 		return err
 	}
 	if l.end < size {
-		if err := l.f.Truncate(l.end); err != nil {
+		if err := l.cut(size); err != nil {
 			return err
 		}
-		notify(fmt.Sprintf("%s: dropped the last %d bytes, from %d on: an unfinished write that was not acknowledged",
-			refsName, size-l.end, l.end))
 	}
 	return l.f.Sync()
+}
+
+// readHeader reads the header and returns the size of the file.
+func (l *refLog) readHeader() (size int64, err error) {
+	b := make([]byte, logHeaderSize)
+	n, err := l.f.ReadAt(b, 0)
+	if err != nil && err != io.EOF {
+		return 0, err
+	}
+	if l.salt, err = parseLogHeader(b[:n]); err != nil {
+		return 0, err
+	}
+	return l.f.Size()
+}
+
+// cut drops what is behind the end, and keeps it aside: it may be more than an unfinished write.
+func (l *refLog) cut(size int64) error {
+	d := blobstore.Dropped{Where: fmt.Sprintf("%s from byte %d on", refsName, l.end), Bytes: size - l.end}
+	aside := l.aside("cut")
+	err := l.copyAside(aside, size)
+	switch full := full(err); {
+	case err == nil:
+		d.Kept = filepath.Base(aside)
+	case !errors.Is(full, blobstore.ErrNoSpace): // it is most likely what found no space
+		return err
+	}
+	l.dropped = append(l.dropped, d)
+	return l.f.Truncate(l.end)
+}
+
+// aside names a file for what is left out.
+func (l *refLog) aside(what string) string {
+	return l.f.Name() + "." + what + "-" + time.Now().UTC().Format("20060102T150405.000000000Z")
+}
+
+func (l *refLog) copyAside(path string, size int64) error {
+	f, err := l.disk.CreateTemp(path, 0o644)
+	if err != nil {
+		return err
+	}
+	from := struct{ io.Reader }{io.NewSectionReader(l.f, l.end, size-l.end)}
+	if _, err := io.CopyBuffer(struct{ io.Writer }{f}, from, make([]byte, durable.PieceSize)); err != nil {
+		return errors.Join(err, f.Discard())
+	}
+	return f.PublishNew(path)
+}
+
+// mend puts a log in the place of this one that has only the frames that can be read, if there is damage.
+func (l *refLog) mend() error {
+	size, err := l.readHeader()
+	if err != nil {
+		return err
+	}
+	good, err := l.scan(size)
+	if err != nil || len(l.dropped) == 0 {
+		return err
+	}
+	path, aside := l.f.Name(), l.aside("damaged")
+	for i := range l.dropped {
+		l.dropped[i].Kept = filepath.Base(aside)
+	}
+	f, err := l.disk.CreateTemp(path, 0o644)
+	if err != nil {
+		return err
+	}
+	if err := l.rewrite(f, good); err != nil {
+		return errors.Join(err, f.Discard())
+	}
+	if err := l.disk.Link(path, aside); err != nil {
+		return errors.Join(err, f.Discard())
+	}
+	if err := f.Publish(path); err != nil {
+		return err
+	}
+	l.f.Close()
+	l.f, err = l.disk.OpenFile(path, os.O_RDWR, 0)
+	return err
+}
+
+// scan returns where the frames are that can be read, and notes what is between them. An end that reads as nothing is
+// for recover, unless there is other damage.
+func (l *refLog) scan(size int64) (good []int64, err error) {
+	drop := func(from, to int64) {
+		where := fmt.Sprintf("%s from byte %d on", refsName, from)
+		l.dropped = append(l.dropped, blobstore.Dropped{Where: where, Bytes: to - from})
+	}
+	for at := int64(logHeaderSize); at < size; {
+		r := l.reader(at, size)
+		payload, err := r.next()
+		if err == nil {
+			_, err = blobstore.DecodeRefs(payload)
+		} else if !errors.Is(err, blobstore.ErrDamaged) {
+			return nil, err
+		}
+		if err == nil {
+			good = append(good, at)
+			at = r.offset
+			continue
+		}
+		next, err := l.findHead(at+1, size, func(head) bool { return true })
+		if err != nil {
+			return nil, err
+		}
+		if next == 0 {
+			if len(l.dropped) > 0 {
+				drop(at, size)
+			}
+			break
+		}
+		drop(at, next)
+		at = next
+	}
+	return good, nil
+}
+
+// rewrite makes f a log with the frames of this one that are at these offsets. It is not synced.
+func (l *refLog) rewrite(f *durable.File, good []int64) error {
+	header := make([]byte, logHeaderSize)
+	if _, err := l.f.ReadAt(header, 0); err != nil {
+		return err
+	}
+	w := bufio.NewWriterSize(f, durable.PieceSize)
+	w.Write(header) // an error of any Write is that of Flush
+	at := int64(logHeaderSize)
+	put := func(payload []byte) {
+		h := head{length: uint32(len(payload)), synced: at, body: crc32.Checksum(payload, castagnoli)}
+		w.Write(h.append(nil, at, l.salt))
+		w.Write(payload)
+		at += h.size()
+	}
+	for _, from := range good {
+		payload, err := l.reader(from, math.MaxInt64).next()
+		if err != nil {
+			return err
+		}
+		put(payload)
+	}
+	put(emptyPayload) // which proves that those before it were durable
+	return w.Flush()
 }
 
 // findEnd returns where the last whole frame ends. It reads the head of every frame, and the payload only of those that
@@ -99,13 +239,14 @@ func (l *refLog) findEnd(size int64) (int64, error) {
 		synced = max(synced, h.synced)
 		end += h.size()
 	}
-	proof, err := l.findProof(end, size)
+	// A frame that was written after a broken one was synced proves that the broken one is no unfinished write.
+	proof, err := l.findHead(end, size, func(h head) bool { return h.synced > end })
 	if err != nil {
 		return 0, err
 	}
 	if proof > 0 {
 		return 0, fmt.Errorf("%w: %s is broken at byte %d, but goes on at byte %d",
-			blobstore.ErrDamaged, refsName, end, proof)
+			blobstore.ErrRefsDamaged, refsName, end, proof)
 	}
 	return l.checkTail(synced, end)
 }
@@ -125,11 +266,10 @@ func (l *refLog) checkTail(from, to int64) (int64, error) {
 	}
 }
 
-// findProof looks behind a broken frame for one that was written after the broken one was synced, and returns where it
-// is, or 0.
-func (l *refLog) findProof(broken, size int64) (int64, error) {
+// findHead looks from an offset on for the head of a frame that will do, and returns where it is, or 0.
+func (l *refLog) findHead(from, size int64, will func(h head) bool) (int64, error) {
 	b := make([]byte, durable.PieceSize)
-	for at := broken; at < size; at += int64(len(b)) - frameHead {
+	for at := from; at < size; at += int64(len(b)) - frameHead {
 		n, err := l.f.ReadAt(b, at)
 		if err != nil && err != io.EOF {
 			return 0, err
@@ -140,7 +280,7 @@ func (l *refLog) findProof(broken, size int64) (int64, error) {
 				break
 			}
 			i += next
-			if h, ok := parseHead(b[i:n], at+int64(i), l.salt); ok && h.synced > broken {
+			if h, ok := parseHead(b[i:n], at+int64(i), l.salt); ok && will(h) {
 				return at + int64(i), nil
 			}
 		}
@@ -256,8 +396,7 @@ func (l *refLog) since(ctx context.Context, after blobstore.Position, yield func
 		offset = logHeaderSize
 	}
 	if offset < logHeaderSize || offset > end {
-		return fmt.Errorf("%w: %s ends at byte %d, asked for was byte %d: it was cut, or the position is not of this store",
-			blobstore.ErrDamaged, refsName, end, offset)
+		return l.endsBefore(offset, end)
 	}
 	r := l.reader(offset, end)
 	for ; ctx.Err() == nil; skip = 0 {
@@ -270,7 +409,7 @@ func (l *refLog) since(ctx context.Context, after blobstore.Position, yield func
 		}
 		refs, err := blobstore.DecodeRefs(payload)
 		if err != nil {
-			return fmt.Errorf("%w: %s at byte %d: %w", blobstore.ErrDamaged, refsName, start, err)
+			return fmt.Errorf("%w: %s at byte %d: %w", blobstore.ErrRefsDamaged, refsName, start, err)
 		}
 		for i := skip; i < len(refs); i++ {
 			p := positionAt(start, i+1)
@@ -283,6 +422,16 @@ func (l *refLog) since(ctx context.Context, after blobstore.Position, yield func
 		}
 	}
 	return ctx.Err()
+}
+
+// endsBefore is the error for a position that the log does not have.
+func (l *refLog) endsBefore(offset, end int64) error {
+	text := "it was cut, or the position is not of this store"
+	if len(l.dropped) > 0 {
+		text += "; " + l.dropped[len(l.dropped)-1].String()
+	}
+	return fmt.Errorf("%w: %s ends at byte %d, asked for was byte %d: %s", blobstore.ErrRefsDamaged, refsName, end, offset,
+		text)
 }
 
 // logReader reads frame after frame.
@@ -305,7 +454,7 @@ func (r *logReader) next() ([]byte, error) {
 	}
 	payload, err := r.frame()
 	if errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) {
-		err = fmt.Errorf("%w: it ends in the middle of a frame", blobstore.ErrDamaged)
+		err = fmt.Errorf("%w: it ends in the middle of a frame", blobstore.ErrRefsDamaged)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("%s at byte %d: %w", refsName, r.offset, err)
@@ -321,14 +470,14 @@ func (r *logReader) frame() ([]byte, error) {
 	}
 	h, ok := parseHead(b[:], r.offset, r.l.salt)
 	if !ok {
-		return nil, fmt.Errorf("%w: no frame begins here", blobstore.ErrDamaged)
+		return nil, fmt.Errorf("%w: no frame begins here", blobstore.ErrRefsDamaged)
 	}
 	payload := make([]byte, h.length)
 	if _, err := io.ReadFull(r.b, payload); err != nil {
 		return nil, err
 	}
 	if crc32.Checksum(payload, castagnoli) != h.body {
-		return nil, fmt.Errorf("%w: checksum does not match", blobstore.ErrDamaged)
+		return nil, fmt.Errorf("%w: checksum does not match", blobstore.ErrRefsDamaged)
 	}
 	return payload, nil
 }

@@ -14,6 +14,7 @@ import (
 	"testing"
 
 	"github.com/kiln-registry/kiln-registry/blobstore"
+	"github.com/kiln-registry/kiln-registry/blobstore/storetest"
 	"github.com/kiln-registry/kiln-registry/internal/durable"
 )
 
@@ -302,5 +303,157 @@ func TestPutLimits(t *testing.T) {
 	got, err := seqs(t, st)
 	if err != nil || len(got) != blobstore.MaxRefs+1 || got[blobstore.MaxRefs] != 7 {
 		t.Errorf("%d refs, %v", len(got), err)
+	}
+}
+
+// TestCutIsKept: what Open leaves out at the end of the log is kept, and said, also to who asks for what was there.
+func TestCutIsKept(t *testing.T) {
+	st, _ := openFaulty(t)
+	for seq := range uint64(3) {
+		putSeq(t, st, seq+1)
+	}
+	end := st.refs.end
+	last := positionAt(end, 0)
+	kill(t, st)
+	path := filepath.Join(st.dir, refsName)
+	log, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Truncate(path, end-5); err != nil {
+		t.Fatal(err)
+	}
+	var told []string
+	st, err = Open(st.dir, Options{Notify: func(s string) { told = append(told, s) }})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer st.Close()
+	lost := st.Dropped()
+	if len(lost) != 1 || len(told) != 1 || told[0] != lost[0].String() || lost[0].Bytes != end-5-st.refs.end {
+		t.Fatalf("dropped %+v, told %q", lost, told)
+	}
+	kept, err := os.ReadFile(filepath.Join(st.dir, lost[0].Kept))
+	if err != nil || !bytes.Equal(kept, log[st.refs.end:end-5]) {
+		t.Errorf("kept %d bytes, %v", len(kept), err)
+	}
+	if want := fmt.Sprintf("refs.log from byte %d on", st.refs.end); lost[0].Where != want {
+		t.Errorf("%q, want %q", lost[0].Where, want)
+	}
+	for _, err := range st.Since(t.Context(), last) {
+		if !errors.Is(err, blobstore.ErrRefsDamaged) || !strings.Contains(err.Error(), lost[0].Kept) {
+			t.Errorf("refs after one that was cut off: %v", err)
+		}
+	}
+	if got, err := seqs(t, st); err != nil || !slices.Equal(got, []uint64{1, 2}) {
+		t.Errorf("%v, %v", got, err)
+	}
+}
+
+// TestAcceptLoss changes every byte of a log behind its header: an Open that accepts the loss finds everything but the
+// Put that was hit, keeps the log as it was, and is the same store.
+func TestAcceptLoss(t *testing.T) {
+	dir, sizes := logOf(t, []uint64{1}, []uint64{2, 3}, []uint64{4}, []uint64{5})
+	groups := [][]uint64{{1}, {2, 3}, {4}, {5}}
+	log, err := os.ReadFile(filepath.Join(dir, refsName))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for at := sizes[0]; at < sizes[4]; at++ {
+		spoilt := bytes.Clone(log)
+		spoilt[at] ^= 0x10
+		hit := 0
+		for sizes[hit+1] <= at {
+			hit++
+		}
+		want := slices.Concat(slices.Delete(slices.Clone(groups), hit, hit+1)...)
+		if got := acceptLoss(t, spoilt, want); hit < 3 && (len(got) != 1 || got[0].Bytes != sizes[hit+1]-sizes[hit]) {
+			t.Errorf("byte %d: dropped %+v", at, got)
+		}
+	}
+	if got := acceptLoss(t, log, []uint64{1, 2, 3, 4, 5}); len(got) != 0 {
+		t.Errorf("dropped %+v of a log without damage", got)
+	}
+	both := bytes.Clone(log)
+	both[sizes[0]+1], both[sizes[2]+30] = 0, both[sizes[2]+30]+1
+	if got := acceptLoss(t, both, []uint64{2, 3, 5}); len(got) != 2 {
+		t.Errorf("dropped %+v", got)
+	}
+}
+
+func acceptLoss(t *testing.T, log []byte, want []uint64) []blobstore.Dropped {
+	t.Helper()
+	dir := filepath.Join(memDir(t), "store")
+	newStore(t, dir)
+	path := filepath.Join(dir, refsName)
+	if err := os.WriteFile(path, log, 0o644); err != nil {
+		t.Fatal(err)
+	}
+	st, err := Open(dir, Options{AcceptLoss: true, Disk: durable.Disk{Fault: unsynced}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	id, lost := st.ID(), st.Dropped()
+	if got, err := seqs(t, st); err != nil || !slices.Equal(got, want) {
+		t.Errorf("read %v, %v, want %v", got, err, want)
+	}
+	putSeq(t, st, 9)
+	st.Close()
+	for _, d := range lost {
+		kept, err := os.ReadFile(filepath.Join(dir, d.Kept))
+		if err != nil || !bytes.Contains(log, kept) {
+			t.Errorf("%s: %d bytes of %d, %v", d, len(kept), len(log), err)
+		}
+	}
+	st, err = Open(dir, Options{Disk: durable.Disk{Fault: unsynced}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer st.Close()
+	if got, err := seqs(t, st); err != nil || !slices.Equal(got, append(want, 9)) || len(st.Dropped()) > 0 {
+		t.Errorf("then read %v, %v, dropped %v, want %v and 9", got, err, st.Dropped(), want)
+	}
+	if st.ID() != id {
+		t.Error("it is another store")
+	}
+	return lost
+}
+
+// TestAcceptLossFails lets each change of the mending fail: the log is the one that it was, or mended.
+func TestAcceptLossFails(t *testing.T) {
+	dir, sizes := logOf(t, []uint64{1}, []uint64{2, 3}, []uint64{4})
+	path := filepath.Join(dir, refsName)
+	log, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	log[sizes[1]+30]++
+	for n := 1; ; n++ {
+		for _, persist := range []bool{false, true} {
+			if err := os.WriteFile(path, log, 0o644); err != nil {
+				t.Fatal(err)
+			}
+			var faults storetest.Faults
+			fired := faults.Fail(n, persist)
+			st, err := Open(dir, Options{AcceptLoss: true, Disk: durable.Disk{
+				Fault: func(op durable.Op, path string, do func() error) error {
+					return faults.Do(func() error { return unsynced(op, path, do) })
+				},
+			}})
+			if err == nil {
+				kill(t, st)
+			}
+			if !fired() {
+				return
+			}
+			st, err = Open(dir, Options{AcceptLoss: true, Disk: durable.Disk{Fault: unsynced}})
+			if err != nil {
+				t.Fatal(err)
+			}
+			if got, err := seqs(t, st); err != nil || !slices.Equal(got, []uint64{1, 4}) {
+				t.Errorf("change %d, persisted %v: %v, %v", n, persist, got, err)
+			}
+			kill(t, st)
+		}
 	}
 }

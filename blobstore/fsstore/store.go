@@ -8,6 +8,8 @@
 //	uploads/ID.data          the bytes of an open upload
 //	uploads/ID.state         its saved hash state, or alone the receipt of one that became a blob, see state.go
 //	refs.log                 the refs, see frame.go
+//	refs.log.cut-TIME        bytes of it that read as no refs, and were left out
+//	refs.log.damaged-TIME    all of it as it was before Options.AcceptLoss
 //	LOCK                     the lock of the owning process
 //
 // Other files beside these are left alone.
@@ -60,11 +62,16 @@ const syncEvery = 64 << 20
 type Options struct {
 	// Notify, if set, is told what an operator should know about how the store was found, one line each.
 	Notify func(string)
+	// AcceptLoss makes a log of refs that is damaged one of those refs that can still be read, wherever they are in it, and
+	// keeps the damaged one aside. Dropped says what was left out. Positions of before are void: an index has to be made
+	// anew. A log that is not damaged stays as it is.
+	AcceptLoss bool
 	// Disk is how files are changed. Only tests set it.
 	Disk durable.Disk
 }
 
-// Store is a store in a folder. It implements blobstore.Store, Uploads, Refs, Quarantine and Segments.
+// Store is a store in a folder. It implements blobstore.Store, Uploads, Refs, Quarantine, Segments
+// and Losses.
 type Store struct {
 	dir     string
 	disk    durable.Disk
@@ -94,6 +101,7 @@ var (
 	_ blobstore.Refs       = (*Store)(nil)
 	_ blobstore.Quarantine = (*Store)(nil)
 	_ blobstore.Segments   = (*Store)(nil)
+	_ blobstore.Losses     = (*Store)(nil)
 )
 
 // Init makes the folder dir, which may be missing or empty, a store. It is durable on return. It does nothing if dir is
@@ -227,7 +235,7 @@ func shelf(dir string, first byte) string {
 }
 
 // Open opens the store in dir and takes its lock. The error is blobstore.ErrNotStore if there is none,
-// blobstore.ErrDamaged if its records do not read back, and durable.ErrLocked, with the process, if it is in use.
+// blobstore.ErrDamaged if its records do not read back, ErrRefsDamaged if that are its refs, and durable.ErrLocked, with the process, if it is in use.
 // All that the store shows is durable on return, also what a killed process had not yet acknowledged.
 func Open(dir string, o Options) (*Store, error) {
 	if err := checkMarker(dir); err != nil {
@@ -242,7 +250,7 @@ func Open(dir string, o Options) (*Store, error) {
 		every: syncEvery, segment: lanes.SegmentSize,
 	}
 	st.pieces.New = func() any { return new([durable.PieceSize]byte) }
-	if err := st.recover(o.Notify); err != nil {
+	if err := st.recover(o); err != nil {
 		lock.Release()
 		return nil, fmt.Errorf("open store %s: %w", dir, err)
 	}
@@ -250,7 +258,8 @@ func Open(dir string, o Options) (*Store, error) {
 }
 
 // recover brings what an earlier process left into order.
-func (st *Store) recover(notify func(string)) (err error) {
+func (st *Store) recover(o Options) (err error) {
+	notify := o.Notify
 	if notify == nil {
 		notify = func(string) {}
 	}
@@ -266,9 +275,18 @@ func (st *Store) recover(notify func(string)) (err error) {
 	if err := st.sweepAside(); err != nil {
 		return err
 	}
-	st.refs, err = openLog(st.disk, filepath.Join(st.dir, refsName), notify)
-	return err
+	st.refs, err = openLog(st.disk, filepath.Join(st.dir, refsName), o.AcceptLoss)
+	if err != nil {
+		return err
+	}
+	for _, d := range st.refs.dropped {
+		notify(d.String())
+	}
+	return nil
 }
+
+// Dropped implements blobstore.Losses.
+func (st *Store) Dropped() []blobstore.Dropped { return slices.Clone(st.refs.dropped) }
 
 // syncShelves makes every name of a blob durable.
 func (st *Store) syncShelves() error {

@@ -319,14 +319,14 @@ func (st *Store) Since(ctx context.Context, after blobstore.Position) iter.Seq2[
 		err := st.view(ctx, func() error {
 			if after > blobstore.Position(len(st.refs)) {
 				return fmt.Errorf("read refs: %w: there are %d, asked for were those after %d",
-					blobstore.ErrDamaged, len(st.refs), after)
+					blobstore.ErrRefsDamaged, len(st.refs), after)
 			}
 			found = slices.Clone(st.refs[after:])
 			return nil
 		})
 		for i, r := range found {
 			if err == nil && identity.Sum(r.Manifest) != r.sum {
-				err = fmt.Errorf("read refs: %w: a manifest was changed", blobstore.ErrDamaged)
+				err = fmt.Errorf("read refs: %w: a manifest was changed", blobstore.ErrRefsDamaged)
 			}
 			r.Manifest = bytes.Clone(r.Manifest)
 			if err != nil || !yield(blobstore.PlacedRef{Ref: r.Ref, After: after + blobstore.Position(i) + 1}, nil) {

@@ -101,8 +101,8 @@ func TestDamage(t *testing.T) {
 	b := noise(1, 3000)
 	i, err := s.push(st, b, pushing{})
 	s.must(err)
-	for range 2 {
-		_, err = st.Put(s.ctx, ref(1))
+	for n := range 3 {
+		_, err = st.Put(s.ctx, ref(n+1))
 		s.must(err)
 	}
 	damage := func(key string) {
@@ -158,5 +158,30 @@ func TestDamage(t *testing.T) {
 	s.must(st.b.Remove(s.ctx, st.refsKey(1)))
 	for _, err = range st.Since(s.ctx, 0) {
 	}
-	s.want("refs of which the first are gone", err, blobstore.ErrDamaged)
+	s.want("refs of which the first are gone", err, blobstore.ErrRefsDamaged)
+	all := refs(t, s.mended(2))
+	if len(all) != 1 || all[0].Seq != 3 {
+		t.Errorf("refs after the loss: %+v", all)
+	}
+	if all := refs(t, s.mended(0)); len(all) != 1 {
+		t.Errorf("refs later: %+v", all)
+	}
+	if _, err := st.b.Put(s.ctx, st.refsKey(1<<63), []byte("x"), bucket.Condition{}); err != nil {
+		t.Fatal(err)
+	}
+	_, err = Open(s.ctx, s.direct, Options{AcceptLoss: true})
+	s.want("open with a key far behind the log", err, blobstore.ErrRefsDamaged)
+}
+
+// mended opens the store and accepts the loss of so many objects of the log.
+func (s *site) mended(lost int) *Store {
+	s.Helper()
+	var told []string
+	st, err := Open(s.ctx, s.direct, Options{AcceptLoss: true, Notify: func(line string) { told = append(told, line) }})
+	s.must(err)
+	s.Cleanup(func() { st.Close() })
+	if got := st.Dropped(); len(got) != lost || len(told) != lost {
+		s.Errorf("dropped %v, told %q, want %d", got, told, lost)
+	}
+	return st
 }

@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"hash/crc32"
 	"iter"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -27,6 +28,7 @@ import (
 // refs, so that an object can't pass for another one.
 const (
 	refsName  = "refs"
+	lostName  = "lost"
 	refsMagic = "KILNREF1"
 	refsHead  = len(refsMagic) + writerLen + 4
 	writerLen = 26 // of rand.Text
@@ -179,11 +181,15 @@ func (st *Store) putRefs(ctx context.Context, number uint64, writer string, payl
 			return err
 		}
 	}
+	_, err := st.putIf(ctx, st.refsKey(number), refsObject(number, writer, payload), bucket.Condition{Absent: true})
+	return err
+}
+
+func refsObject(number uint64, writer string, payload []byte) []byte {
 	body := append(make([]byte, 0, refsHead+len(payload)), refsMagic...)
 	body = append(body, writer...)
 	body = binary.LittleEndian.AppendUint32(body, refsSum(number, writer, payload))
-	_, err := st.putIf(ctx, st.refsKey(number), append(body, payload...), bucket.Condition{Absent: true})
-	return err
+	return append(body, payload...)
 }
 
 func refsSum(number uint64, writer string, payload []byte) uint32 {
@@ -192,19 +198,86 @@ func refsSum(number uint64, writer string, payload []byte) uint32 {
 	return crc32.Update(crc, castagnoli, payload)
 }
 
-// readRefs returns who put an object, and its refs. blobstore.ErrDamaged if it does not read as it was put.
+// readRefs returns who put an object, and its refs. blobstore.ErrRefsDamaged if it does not read as it was put.
 func (st *Store) readRefs(ctx context.Context, number uint64) (writer string, refs []blobstore.Ref, err error) {
-	_, err = st.b.Get(ctx, st.refsKey(number), int64(refsHead+2*blobstore.MaxRefsBytes), func(body []byte) error {
+	writer, refs, _, err = st.getRefs(ctx, number)
+	return writer, refs, err
+}
+
+// getRefs is readRefs, and returns the object, also if it is damaged.
+func (st *Store) getRefs(
+	ctx context.Context, number uint64,
+) (writer string, refs []blobstore.Ref, o bucket.Object, err error) {
+	o, err = st.b.Get(ctx, st.refsKey(number), int64(refsHead+2*blobstore.MaxRefsBytes), func(body []byte) error {
 		if writer, refs, err = decodeRefs(number, body); err != nil {
-			return fmt.Errorf("%w: %s: %w", blobstore.ErrDamaged, st.refsKey(number), err)
+			return fmt.Errorf("%w: %s: %w", blobstore.ErrRefsDamaged, st.refsKey(number), err)
 		}
 		return nil
 	})
 	if errors.Is(err, bucket.ErrAbsent) {
-		err = fmt.Errorf("%w: %s is not there", blobstore.ErrDamaged, st.refsKey(number))
+		err = fmt.Errorf("%w: %s is not there", blobstore.ErrRefsDamaged, st.refsKey(number))
 	}
-	return writer, refs, err
+	return writer, refs, o, err
 }
+
+// maxMissing is how many objects of the log may be missing one after another for mend to go on: a key that stands far
+// behind the others is none of the log.
+const maxMissing = 10_000
+
+// mend makes the log one that reads to its end.
+func (st *Store) mend(ctx context.Context) error {
+	prefix, expect := st.b.Key(refsName)+"/", uint64(1)
+	for o, err := range st.b.List(ctx, prefix, "", 0) {
+		if err != nil {
+			return err
+		}
+		number, err := strconv.ParseUint(strings.TrimPrefix(o.Key, prefix), 16, 64)
+		if err != nil || st.refsKey(number) != o.Key {
+			continue // not of the log
+		}
+		if number-expect > maxMissing {
+			return fmt.Errorf("%w: %d objects before %s are not there: too many to go on without",
+				blobstore.ErrRefsDamaged, number-expect, o.Key)
+		}
+		for ; expect <= number; expect++ {
+			if err := st.mendObject(ctx, expect); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// mendObject puts an object without refs in the place of one that is not there or does not read, whose bytes are kept.
+func (st *Store) mendObject(ctx context.Context, number uint64) error {
+	_, _, o, err := st.getRefs(ctx, number)
+	if err == nil || !errors.Is(err, blobstore.ErrDamaged) {
+		return err
+	}
+	writer := rand.Text()
+	d := blobstore.Dropped{Where: st.refsKey(number), Bytes: int64(len(o.Body))}
+	only := bucket.Condition{Absent: true}
+	if o.ETag != "" {
+		only = bucket.Condition{ETag: o.ETag}
+		d.Kept = st.b.Key(lostName, fmt.Sprintf("%016x-%s", number, writer))
+		if _, err := st.b.Put(ctx, d.Kept, o.Body, bucket.Condition{}); err != nil {
+			return err
+		}
+	}
+	payload, err := blobstore.EncodeRefs(nil)
+	if err != nil {
+		return err
+	}
+	if _, err = st.putIf(ctx, st.refsKey(number), refsObject(number, writer, payload), only); err != nil {
+		return err
+	}
+	st.dropped = append(st.dropped, d)
+	st.notify(d.String())
+	return nil
+}
+
+// Dropped implements blobstore.Losses.
+func (st *Store) Dropped() []blobstore.Dropped { return slices.Clone(st.dropped) }
 
 func decodeRefs(number uint64, body []byte) (writer string, refs []blobstore.Ref, err error) {
 	head, ok := bytes.CutPrefix(body, []byte(refsMagic))
@@ -295,7 +368,7 @@ func (st *Store) since(
 			continue // not of the log
 		}
 		if number != expect {
-			return fmt.Errorf("%w: %s is not there, but %s is", blobstore.ErrDamaged, st.refsKey(expect), o.Key)
+			return fmt.Errorf("%w: %s is not there, but %s is", blobstore.ErrRefsDamaged, st.refsKey(expect), o.Key)
 		}
 		expect++
 		if number < first {
@@ -307,7 +380,7 @@ func (st *Store) since(
 	}
 	if expect < first || skip > 0 && expect == first {
 		return fmt.Errorf("%w: refs end before %s, asked for was what comes after: "+
-			"some were deleted, or the position is not of this store", blobstore.ErrDamaged, st.refsKey(first))
+			"some were deleted, or the position is not of this store", blobstore.ErrRefsDamaged, st.refsKey(first))
 	}
 	_, err := ahead.flush(ctx)
 	return err

@@ -10,6 +10,7 @@
 //	tails/ID/OFFSET             its bytes after the last whole part
 //	aside/HEX                   why a copy was set aside, see quarantine.go
 //	refs/NUMBER                 the refs, a log of objects, see refs.go
+//	lost/NUMBER-RANDOM          what was in the place of one of them that did not read, before Options.AcceptLoss
 //
 // Other keys are left alone. JSON is followed by a checksum on a line of its own. Bytes are verified before a copy is
 // shown: the registry hashes what it receives, and the server confirms what it stored by a checksum, or is read back.
@@ -56,6 +57,9 @@ type Options struct {
 	// Exclusive owns the store: Open is blobstore.ErrInUse while another process does, and every change is once another
 	// process took it, which it can when this one was not heard of for OwnerTTL.
 	Exclusive bool
+	// AcceptLoss puts objects without refs in the place of those of the log that are missing or can't be read, and keeps
+	// what was there below lost/. Dropped says what was left out. It reads the whole log.
+	AcceptLoss bool
 	// Transport, if set, stands between the client and the network. Only tests set it, and Tries.
 	Transport func(http.RoundTripper) http.RoundTripper
 	// Tries is how often a request is made that fails for a reason that may pass. Zero means the usual number.
@@ -65,7 +69,8 @@ type Options struct {
 	limits bucket.Options // but Transport and Tries
 }
 
-// Store is a store in a bucket. It implements blobstore.Store, Uploads, Refs, Quarantine and Sweeper.
+// Store is a store in a bucket. It implements blobstore.Store, Uploads, Refs, Quarantine, Sweeper and
+// Losses.
 type Store struct {
 	b           *bucket.Bucket
 	id          string
@@ -83,6 +88,8 @@ type Store struct {
 	ended  map[string]*receipt      // as far as this process knows
 	aside  map[identity.Digest]note // what is set aside, as far as this process knows
 
+	dropped []blobstore.Dropped // by Open
+
 	serial sync.Mutex // held around changes that a server with conditional writes would order
 	log    refLog
 }
@@ -93,6 +100,7 @@ var (
 	_ blobstore.Refs       = (*Store)(nil)
 	_ blobstore.Quarantine = (*Store)(nil)
 	_ blobstore.Sweeper    = (*Store)(nil)
+	_ blobstore.Losses     = (*Store)(nil)
 )
 
 type marker struct {
@@ -261,16 +269,19 @@ func (st *Store) open(ctx context.Context, o Options) error {
 	if err := st.loadAside(ctx); err != nil {
 		return err
 	}
-	if !o.Exclusive {
-		return nil
+	if o.Exclusive {
+		if st.owner, err = st.acquire(ctx, cmp.Or(o.ttl, OwnerTTL)); err != nil {
+			return err
+		}
+		err = st.settle(ctx)
 	}
-	if st.owner, err = st.acquire(ctx, cmp.Or(o.ttl, OwnerTTL)); err != nil {
-		return err
+	if err == nil && o.AcceptLoss {
+		err = st.mend(ctx)
 	}
-	if err := st.settle(ctx); err != nil {
-		return and(err, st.owner.release())
+	if err != nil && st.owner != nil {
+		err = and(err, st.owner.release())
 	}
-	return nil
+	return err
 }
 
 // settle makes sure of a store that this process has just come to own.

@@ -69,7 +69,7 @@ func testRefs(e *env) {
 	for _, err := range e.st.Since(e.ctx, positions[len(all)-1]+1<<30) {
 		failed = err
 	}
-	e.want("refs after a position that never was", failed, blobstore.ErrDamaged)
+	e.want("refs after a position that never was", failed, blobstore.ErrRefsDamaged)
 }
 
 // testRefsTogether: a group comes back whole, and reading can stop and go on inside it.
