@@ -195,3 +195,54 @@ func TestFieldCases(t *testing.T) {
 		t.Errorf("only %d cases ran", ran)
 	}
 }
+
+// adapterRules are the names that this command has for the conditions of the adapter cases.
+var adapterRules = map[string]string{
+	"config_not_json": "json-syntax", "adapter_digest_mismatch": "file-digest",
+	"base_is_adapter": "several_adapters", // as a folder of two: which of them is meant is not said
+}
+
+// TestAdapterCases pushes every adapter folder of the shared cases.
+func TestAdapterCases(t *testing.T) {
+	t.Setenv("HOME", t.TempDir())
+	dir := testenv.FieldCases(t)
+	b, err := os.ReadFile(filepath.Join(dir, "expected.json"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	var all map[string]struct{ Kind, Verdict, Code string }
+	if err := json.Unmarshal(b, &all); err != nil {
+		t.Fatal(err)
+	}
+	srv := httptest.NewServer(testregistry.New(t))
+	defer srv.Close()
+	ran := 0
+	for id, want := range all {
+		if want.Kind != "adapter" {
+			continue
+		}
+		ran++
+		refused := want.Verdict == "reject" || want.Code == "several_adapters" || want.Code == "base_is_adapter"
+		if known, ok := adapterRules[want.Code]; ok {
+			want.Code = known
+		}
+		ref := strings.TrimPrefix(srv.URL, "http://") + "/cases/" + strings.ToLower(id) + ":v1"
+		var stdout, stderr bytes.Buffer
+		code := cli.Report(&stderr, run(t.Context(), []string{"adapter", "-q", filepath.Join(dir, id), ref}, &stdout, &stderr))
+		switch said := stderr.String(); {
+		case refused:
+			if code != cli.CodeBadInput || stdout.Len() > 0 || !strings.Contains(said, "("+want.Code+")") {
+				t.Errorf("%s: exit code %d, %q, %q; want %s", id, code, stdout.String(), said, want.Code)
+			}
+		case code != cli.CodeOK:
+			t.Errorf("%s: exit code %d, %q", id, code, said)
+		case want.Verdict == "warn" && !strings.Contains(said, "("+want.Code+")"), want.Verdict == "accept" && said != "":
+			t.Errorf("%s: said %q, want %s", id, said, want.Code)
+		case (want.Code == "base_unproven") != strings.HasPrefix(stdout.String(), "base      not recorded"):
+			t.Errorf("%s: %q", id, stdout.String())
+		}
+	}
+	if ran < 15 {
+		t.Errorf("only %d cases ran", ran)
+	}
+}
