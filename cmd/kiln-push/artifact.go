@@ -51,7 +51,7 @@ var artifacts = []about{
 	},
 }
 
-const longChecks = "Every digest in the documents, and that all of them mean one base, is checked before a byte is sent."
+const longChecks = "Every digest in the documents, and that all mean one base, is checked before a byte is sent."
 
 func artifactCommand(is about) *cobra.Command {
 	var flags cli.Flags
@@ -77,7 +77,7 @@ func artifactCommand(is about) *cobra.Command {
 	}
 	flags.Bind(cmd)
 	cmd.Flags().StringVar(&base, "base", "", "the base that it was made from: REF or its aggregate")
-	cmd.Flags().BoolVar(&legacy, "legacy", false, "push a Kiln record that lacks the full manifest of its base, as an archive")
+	cmd.Flags().BoolVar(&legacy, "legacy", false, "push a Kiln record without the full manifest of its base, as archive")
 	if is.kind != api.KindCheckpoint {
 		cmd.Flags().BoolVar(&follow, "follow-links", false, "read the files behind links, as in a Hugging Face cache")
 	}

@@ -178,6 +178,7 @@ func writeManifest(ts *testscript.TestScript, _ bool, args []string) {
 	if m.Subject != nil {
 		fmt.Fprintf(&b, "subject %s\n", m.Subject.Digest)
 	}
-	fmt.Fprintf(&b, "kind %s\naggregate %s\n", m.Annotations["dev.kiln.kind"], m.Annotations["dev.kiln.base-model-content.v1"])
+	fmt.Fprintf(&b, "kind %s\n", m.Annotations["dev.kiln.kind"])
+	fmt.Fprintf(&b, "aggregate %s\n", m.Annotations["dev.kiln.base-model-content.v1"])
 	ts.Check(os.WriteFile(ts.MkAbs("manifest"), []byte(b.String()), 0o644))
 }

@@ -17,8 +17,9 @@ type object = map[string]any
 
 // Weights is a safetensors file of one LoRA pair, with content of its own for each seed.
 func Weights(seed byte) []byte {
-	header := `{"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight":{"dtype":"U8","shape":[8],"data_offsets":[0,8]},` +
-		`"base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight":{"dtype":"U8","shape":[8],"data_offsets":[8,16]}}`
+	const module = `"base_model.model.model.layers.0.self_attn.q_proj.lora_`
+	header := `{` + module + `A.weight":{"dtype":"U8","shape":[8],"data_offsets":[0,8]},` +
+		module + `B.weight":{"dtype":"U8","shape":[8],"data_offsets":[8,16]}}`
 	b := append([]byte{byte(len(header)), byte(len(header) >> 8), 0, 0, 0, 0, 0, 0}, header...)
 	for range 16 {
 		b = append(b, seed)
@@ -101,8 +102,8 @@ func Row(id string, base *identity.Manifest) []byte {
 }
 
 // Checkpoint writes a training checkpoint into dir, whose name must end with .kiln-checkpoint: its manifest and three
-// files, one of them in a folder and one empty. With bare, only the aggregate of the base is recorded; a nil base is not
-// at all.
+// files, one of them in a folder and one empty. With bare, only the aggregate of the base is recorded; a nil base is
+// not recorded at all.
 func Checkpoint(dir string, seed byte, base *identity.Manifest, bare bool) error {
 	files := map[string][]byte{"adapter.safetensors": Weights(seed), "state/loop.json": []byte("[1.0]"), "rng.bin": {}}
 	roles := map[string]documents.Role{"adapter.safetensors": documents.RoleAdapterParameters,

@@ -3,7 +3,7 @@
 // for it, and makes it an artifact of a registry. It also makes statements about such artifacts, and stamps the
 // documents of other trainers with the base.
 //
-// Nothing is sent before everything was checked. What is changed on disk, only by Stamp, is changed whole or not at all.
+// Nothing is sent before everything was checked. Only Stamp changes anything on disk, and whole or not at all.
 package artifact
 
 import (
@@ -213,8 +213,8 @@ var types = map[api.Kind]string{
 // Push makes a an artifact of a registry, under the tag of ref or, where it has none, by digest alone. The same bytes
 // under the same names, with the same base named for them, give the same manifest. Blobs that the registry has are not
 // sent, and an upload that was broken off goes on where it stopped. When this returns nil, everything is durable in the
-// registry. The errors are those of client.Client, and folder.ErrChanged where a file changed since it was read: then no
-// manifest was put.
+// registry. The errors are those of client.Client, and folder.ErrChanged where a file changed since it was read: then
+// no manifest was put.
 func (a *Artifact) Push(ctx context.Context, c *client.Client, ref client.Reference, w transfer.Watch) (
 	p Pushed, err error,
 ) {

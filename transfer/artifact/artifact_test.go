@@ -91,7 +91,8 @@ func (d *desk) push(kind api.Kind, path string, o artifact.Options) (artifact.Pu
 
 func base(t *testing.T) *identity.Manifest {
 	t.Helper()
-	m, err := identity.New([]identity.Shard{{Filename: "model.safetensors", Size: 11, Digest: identity.Sum([]byte("base"))}})
+	shard := identity.Shard{Filename: "model.safetensors", Size: 11, Digest: identity.Sum([]byte("base"))}
+	m, err := identity.New([]identity.Shard{shard})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -119,7 +120,7 @@ func TestPush(t *testing.T) {
 		t.Errorf("pushed again: %+v, %v", again, err)
 	}
 	list, err := d.c.Artifacts(t.Context(), b.Aggregate, api.KindAdapter, "", "", 0)
-	if err != nil || len(list.Artifacts) != 1 || list.Artifacts[0].Digest != first.Digest || list.Artifacts[0].Binding.Held {
+	if all := list.Artifacts; err != nil || len(all) != 1 || all[0].Digest != first.Digest || all[0].Binding.Held {
 		t.Errorf("found %+v, %v", list, err)
 	}
 }
@@ -235,8 +236,8 @@ func TestChanged(t *testing.T) {
 	}
 }
 
-// TestOddFiles puts what is no regular file in the place of each file of an artifact. Nothing waits for a pipe, and every
-// refusal names the file.
+// TestOddFiles puts what is no regular file in the place of each file of an artifact. Nothing waits for a pipe, and
+// every refusal names the file.
 func TestOddFiles(t *testing.T) {
 	b := base(t)
 	odd := map[string]func(path string) error{

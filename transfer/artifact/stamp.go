@@ -103,7 +103,8 @@ func (a *adapter) stamped(sums map[string]identity.Digest, base identity.Manifes
 // otherBase says that a document names another base than the one to stamp it with.
 func otherBase(err error) error {
 	if e, ok := errors.AsType[*documents.Error](err); ok && e.Rule == documents.RuleBaseConflict {
-		return &Error{Code: CodeOtherBase, Msg: e.Error(), Hint: "check --base; of an adapter, --force writes the manifest anew"}
+		hint := "check --base; of an adapter, --force writes the manifest anew"
+		return &Error{Code: CodeOtherBase, Msg: e.Error(), Hint: hint}
 	}
 	return err
 }

@@ -18,9 +18,9 @@ type Words struct {
 	At         string // RFC 3339
 }
 
-// Bind is the statement that an artifact was made from base. It belongs into the repository of the artifact, of which it
-// becomes a referrer, and leaves it as it is. An artifact that is a base, or that names another base in its annotations,
-// is an *Error; a statement that breaks a rule is a *documents.Error.
+// Bind is the statement that an artifact was made from base. It belongs into the repository of the artifact, of which
+// it becomes a referrer, and leaves it as it is. An artifact that is a base, or that names another base in its
+// annotations, is an *Error; a statement that breaks a rule is a *documents.Error.
 func Bind(f Found, base Base, w Words) (*Artifact, error) {
 	said := f.Annotations[api.AnnotationAggregate]
 	switch {
