@@ -112,6 +112,7 @@ func TestIndexIsRebuilt(t *testing.T) { // IX-04
 // What the store acknowledged but the index never heard of, as the process died in between, is there after a start.
 func TestIndexCatchesUp(t *testing.T) {
 	s := newServer(t)
+	s.base("a", "v0", "m", "0")
 	m := s.manifest("a", nil, nil)
 	seq, err := s.ix.NextSeq(t.Context(), "a")
 	if err != nil {
@@ -134,8 +135,18 @@ func TestIndexCatchesUp(t *testing.T) {
 	}
 	s.want(404, "GET", api.PathManifest("a", "v1"), nil)
 	s.stop()
+	before := s.log.Len()
 	s.start()
 	s.want(200, "GET", api.PathManifest("a", "v1"), nil)
+	if said := s.log.String()[before:]; !strings.Contains(said, "brought level") || !strings.Contains(said, "refs=2") {
+		t.Error("the log does not say what was repaired:\n", said)
+	}
+	s.stop()
+	before = s.log.Len()
+	s.start()
+	if said := s.log.String()[before:]; strings.Contains(said, "brought level") {
+		t.Error("it was repaired twice:\n", said)
+	}
 }
 
 // reindexed fails unless the index comes out the same when it is made anew, and returns what it exports.

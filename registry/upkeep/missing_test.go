@@ -1,9 +1,11 @@
 package upkeep_test
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"os"
 	"path/filepath"
 	"slices"
@@ -181,6 +183,81 @@ func TestMissingIsSuspected(t *testing.T) {
 		r.remove(d)
 		r.do(404, method, "/v2/a/blobs/"+d.String(), nil)
 		r.pass(0, func(upkeep.Scrubbing) bool { return r.health().Missing == 1 })
+	}
+}
+
+// TestAsideIsNotMissing: a blob in quarantine is not counted twice.
+func TestAsideIsNotMissing(t *testing.T) {
+	r := newRig(t, nil)
+	d := identity.Sum([]byte("layer"))
+	r.put(201, "a", "v1", r.image("a", []byte("layer")))
+	r.rewrite(d, flip(0))
+	for round := range 2 {
+		if did, _ := r.scrub(); did.Missing != 0 || did.Damaged != int64(1-round) {
+			t.Errorf("%+v", did)
+		}
+	}
+	if h := r.health(); h.Missing != 0 || h.Quarantined != 1 || len(r.aside()) != 1 {
+		t.Errorf("%+v", h)
+	}
+	if _, found := r.scrub(d); found[d].Verdict != upkeep.Gone || !found[d].Aside {
+		t.Errorf("%+v", found)
+	}
+}
+
+// TestReadIsSuspected: a read for which the store says that the blob is damaged, or gives too few bytes, has the blob
+// looked at without waiting for the pass.
+func TestReadIsSuspected(t *testing.T) {
+	for name, open := range map[string]func() (io.ReadCloser, error){
+		"damaged": func() (io.ReadCloser, error) { return nil, blobstore.ErrDamaged },
+		"short":   func() (io.ReadCloser, error) { return io.NopCloser(strings.NewReader("lay")), nil },
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := &reads{open: func(blobstore.Info) (io.ReadCloser, error) { return nil, nil }}
+			r := newRig(t, func(r *rig) {
+				r.wrap = func(st blobstore.Store) blobstore.Store { s.Store = st; return aside{s, st.(blobstore.Quarantine)} }
+			})
+			d := r.blob("a", []byte("layer"))
+			s.open = func(blobstore.Info) (io.ReadCloser, error) { return open() }
+			if resp, err := wire.Get(r.http.URL + "/v2/a/blobs/" + d.String()); err == nil {
+				if b, err := io.ReadAll(resp.Body); resp.StatusCode == 200 && err == nil {
+					t.Errorf("%q was sent for the whole blob", b)
+				}
+				resp.Body.Close()
+			}
+			r.pass(0, func(upkeep.Scrubbing) bool { return r.health().Quarantined == 1 })
+		})
+	}
+}
+
+// aside is a store that is read badly and sets aside well.
+type aside struct {
+	blobstore.Store
+	blobstore.Quarantine
+}
+
+// TestReadOfAnotherCopy: a blob that is pushed again while somebody asks for it is served.
+func TestReadOfAnotherCopy(t *testing.T) {
+	s := &reads{open: func(blobstore.Info) (io.ReadCloser, error) { return nil, nil }}
+	r := newRig(t, func(r *rig) {
+		r.wrap = func(st blobstore.Store) blobstore.Store { s.Store = st; return s }
+	})
+	data := []byte("layer")
+	d, opened := r.blob("a", data), 0
+	s.open = func(i blobstore.Info) (io.ReadCloser, error) {
+		if opened++; opened == 1 {
+			u, err := s.Store.Create(t.Context(), d, int64(len(data)))
+			if err = errors.Join(err, s.Store.Delete(t.Context(), i)); err == nil {
+				_, err = u.Finish(t.Context(), 0, bytes.NewReader(data), d)
+			}
+			if err != nil {
+				t.Error(err)
+			}
+		}
+		return nil, nil
+	}
+	if got := r.do(200, "GET", "/v2/a/blobs/"+d.String(), nil); !bytes.Equal(got, data) || opened != 2 {
+		t.Errorf("%q, opened %d times", got, opened)
 	}
 }
 
