@@ -31,7 +31,7 @@ func TestScripts(t *testing.T) {
 		Cmds: map[string]func(*testscript.TestScript, bool, []string){
 			"exits": testregistry.Exits, "serve": scriptServe, "halt": scriptHalt, "kill9": scriptKill, "push": scriptPush,
 			"get": scriptGet, "damage": scriptDamage, "log": scriptLog, "request": scriptRequest,
-			"upkept": scriptUpkept, "digest": scriptDigest,
+			"upkept": scriptUpkept, "digest": scriptDigest, "spoil": scriptSpoil,
 		},
 		Setup: func(e *testscript.Env) error {
 			e.Values[serverKey{}] = new(*process)
@@ -135,6 +135,13 @@ func scriptGet(ts *testscript.TestScript, _ bool, args []string) {
 // scriptDigest is "digest FILE": it sets DIGEST to the first one in a file.
 func scriptDigest(ts *testscript.TestScript, _ bool, args []string) {
 	ts.Setenv("DIGEST", regexp.MustCompile("sha256:[0-9a-f]{64}").FindString(ts.ReadFile(args[0])))
+}
+
+// scriptSpoil is "spoil FILE": it changes a byte in the middle of a file.
+func scriptSpoil(ts *testscript.TestScript, _ bool, args []string) {
+	b := []byte(ts.ReadFile(args[0]))
+	b[len(b)/2] ^= 1
+	ts.Check(os.WriteFile(ts.MkAbs(args[0]), b, 0o644))
 }
 
 // scriptDamage is "damage FOLDER": it changes a byte of the largest blob of the store in a folder.

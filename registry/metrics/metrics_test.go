@@ -352,15 +352,17 @@ func TestStoreKeepsItsParts(t *testing.T) {
 	_, aside := st.(blobstore.Quarantine)
 	_, segments := st.(blobstore.Segments)
 	_, counted := st.(*fsstore.Store)
-	if !aside || !segments || counted {
-		t.Error("a folder:", aside, segments, counted)
+	_, losses := st.(blobstore.Losses)
+	if !aside || !segments || !losses || counted {
+		t.Error("a folder:", aside, segments, losses, counted)
 	}
 	st = quiet("s3").Store(new(s3store.Store))
 	_, aside = st.(blobstore.Quarantine)
 	_, sweeps := st.(blobstore.Sweeper)
 	_, counted = st.(*s3store.Store)
-	if !aside || !sweeps || counted {
-		t.Error("a bucket:", aside, sweeps, counted)
+	_, losses = st.(blobstore.Losses)
+	if !aside || !sweeps || !losses || counted {
+		t.Error("a bucket:", aside, sweeps, losses, counted)
 	}
 }
 

@@ -49,20 +49,23 @@ func (m *Metrics) Store(st blobstore.Engine) blobstore.Engine {
 	aside, hasAside := st.(blobstore.Quarantine)
 	segments, hasSegments := st.(blobstore.Segments)
 	sweep, hasSweep := st.(blobstore.Sweeper)
+	losses, hasLosses := st.(blobstore.Losses)
 	switch {
-	case hasAside && hasSegments && !hasSweep: // a folder
+	case hasLosses && hasAside && hasSegments && !hasSweep: // a folder
 		return struct {
 			counted
 			countedAside
 			countedSegments
-		}{c, countedAside{aside, m}, countedSegments{segments, m}}
-	case hasAside && hasSweep && !hasSegments: // a bucket
+			blobstore.Losses
+		}{c, countedAside{aside, m}, countedSegments{segments, m}, losses}
+	case hasLosses && hasAside && hasSweep && !hasSegments: // a bucket
 		return struct {
 			counted
 			countedAside
 			countedSweep
-		}{c, countedAside{aside, m}, countedSweep{sweep, m}}
-	case !hasAside && !hasSweep && !hasSegments:
+			blobstore.Losses
+		}{c, countedAside{aside, m}, countedSweep{sweep, m}, losses}
+	case !hasLosses && !hasAside && !hasSweep && !hasSegments:
 		return c
 	}
 	return st // of a kind that is not known here: better not counted than without a part

@@ -42,7 +42,7 @@ func exportCommand(stderr io.Writer) *cobra.Command {
 			case !errors.Is(err, home.ErrNoServer):
 				return err
 			}
-			return s.WithParts(cmd.Context(), false, stderr, func(p *home.Parts) error {
+			return s.WithParts(cmd.Context(), stderr, func(p *home.Parts) error {
 				return p.Registry.Export(cmd.Context(), cmd.OutOrStdout())
 			})
 		},
@@ -53,25 +53,41 @@ func exportCommand(stderr io.Writer) *cobra.Command {
 
 func reindexCommand(stderr io.Writer) *cobra.Command {
 	var s home.Flags
+	var acceptLoss bool
 	cmd := &cobra.Command{
 		Use: "reindex", Short: "Make the index anew from the store", Args: cobra.NoArgs,
 		Long: `Make the index anew from the store: every acknowledged manifest, tag and delete is in it again. Open
-uploads are forgotten. A running server does it itself and answers 503 meanwhile.`,
+uploads are forgotten. A running server does it itself and answers 503 meanwhile.
+
+If the store's own records of manifests and tags are damaged, it refuses. --accept-loss goes on with what is left of
+them, keeps the damaged ones aside, and says what was left out. It needs that no server runs.`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if err := s.Check(); err != nil {
 				return err
 			}
-			return reindex(cmd.Context(), s.Home, cmd.OutOrStdout(), stderr)
+			return reindex(cmd.Context(), s.Home, acceptLoss, cmd.OutOrStdout(), stderr)
 		},
 	}
 	s.Bind(cmd)
+	cmd.Flags().BoolVar(&acceptLoss, "accept-loss", false, "go on with what is left of damaged records")
 	return cmd
 }
 
+var errRecordsRead = errors.New("a server runs on this store, so that its records could be read")
+
 // reindex has the server do it, or does it where none runs, and says what came of it.
-func reindex(ctx context.Context, h home.Home, stdout, stderr io.Writer) error {
-	resp, err := h.Ask(ctx, http.MethodPost, "/reindex")
+func reindex(ctx context.Context, h home.Home, acceptLoss bool, stdout, stderr io.Writer) error {
+	method, path := http.MethodPost, "/reindex"
+	if acceptLoss {
+		method, path = http.MethodGet, "/health" // only to learn whether one runs
+	}
+	resp, err := h.Ask(ctx, method, path)
 	switch {
+	case err == nil && acceptLoss:
+		return cli.Hint(
+			errors.Join(cli.Exit(cli.CodeTryAgain, errRecordsRead), resp.Body.Close()),
+			"stop it first, or leave --accept-loss out",
+		)
 	case err == nil:
 		defer resp.Body.Close()
 		var did registry.Replayed
@@ -83,7 +99,8 @@ func reindex(ctx context.Context, h home.Home, stdout, stderr io.Writer) error {
 	case !errors.Is(err, home.ErrNoServer):
 		return err
 	}
-	return h.WithParts(ctx, true, stderr, func(p *home.Parts) error {
+	o := home.Opening{Home: h, Fresh: true, AcceptLoss: acceptLoss}
+	return o.Do(ctx, stderr, func(p *home.Parts) error {
 		_, err := fmt.Fprintln(stdout, "the index was made anew from", cli.Count(p.Registry.Replayed().Refs, "ref"))
 		return errors.Join(err, h.DropOld())
 	})

@@ -27,9 +27,9 @@ func purgeCommand(stderr io.Writer) *cobra.Command {
 	var p purging
 	cmd := &cobra.Command{
 		Use: "purge", Short: "Drop uploads that nobody goes on with", Args: cobra.NoArgs,
-		Long: `Drop uploads that nobody goes on with, and give back their space: those that got no byte for --older-than. One that
-is in use right now stays. A client that goes on with one that was dropped sends that blob again. A running server does
-this itself once an hour with uploads that were begun more than a week ago.`,
+		Long: `Drop uploads that nobody goes on with, and give back their space: those that got no byte for --older-than. One
+that is in use right now stays. A client that goes on with one that was dropped sends that blob again. A running server
+does this itself once an hour with uploads that were begun more than a week ago.`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if p.ID != "" && !cmd.Flags().Changed("older-than") {
 				p.OlderThan = 0

@@ -20,8 +20,8 @@ type order[E any] struct {
 	end          func(E) (over bool, err error) // whether a line is the last one, and the error that it carries
 }
 
-// give has the server that runs on a home carry out the order, or does work itself where none runs. What is worth a line
-// of a log goes to stderr.
+// give has the server that runs on a home carry out the order, or does work itself where none runs. What is worth a
+// line of a log goes to stderr.
 func (o order[E]) give(ctx context.Context, h home.Home, stderr io.Writer, work func(*home.Parts) error) error {
 	resp, err := h.Ask(ctx, o.method, o.path)
 	switch {
@@ -31,7 +31,7 @@ func (o order[E]) give(ctx context.Context, h home.Home, stderr io.Writer, work 
 	case !errors.Is(err, home.ErrNoServer):
 		return err
 	}
-	return h.WithParts(ctx, false, stderr, work)
+	return h.WithParts(ctx, stderr, work)
 }
 
 // told reads what the server tells. It must come to an end, or say why it does not.

@@ -1,5 +1,5 @@
-// Package home is where a registry keeps everything: the place of its store and its state, and how they are opened, by one
-// process at a time.
+// Package home is where a registry keeps everything: the place of its store and its state, and how they are opened, by
+// one process at a time.
 package home
 
 import (
@@ -23,8 +23,8 @@ const (
 	ownerFile  = "state.json" // whose state it is; not in the folder of a store
 )
 
-// Home is where a registry keeps everything: the bytes at a place, and its state in a folder of this machine: the index,
-// the administration socket and a lock. That may be the folder of the store itself.
+// Home is where a registry keeps everything: the bytes at a place, and its state in a folder of this machine: the
+// index, the administration socket and a lock. That may be the folder of the store itself.
 type Home struct {
 	Place
 	State string

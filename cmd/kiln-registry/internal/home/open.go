@@ -34,6 +34,8 @@ type Opening struct {
 	Home
 	Config registry.Config // all of it but what is opened here: the store, its parts and the index
 	Fresh  bool            // put the index aside, however damaged it is, and start an empty one
+	// AcceptLoss goes on with the refs that are left of damaged ones. It needs Fresh.
+	AcceptLoss bool
 
 	CheckLater  int64            // bytes of an index from which whoever opens looks at Checked; 0: never
 	Metrics     *metrics.Metrics // nil: none
@@ -50,7 +52,7 @@ func (p *Parts) Lost() <-chan struct{} {
 
 // Open fails if another process has the store or the state folder.
 func (o Opening) Open(ctx context.Context) (*Parts, error) {
-	st, err := o.Place.Open(ctx, func(line string) { o.Config.Log.Warn(line) })
+	st, err := o.Place.Open(ctx, func(line string) { o.Config.Log.Warn(line) }, o.AcceptLoss)
 	if err != nil {
 		return nil, err
 	}
@@ -136,7 +138,7 @@ func (h Home) NotReplayed(err error) error {
 		return h.Explain(err)
 	case errors.Is(err, blobstore.ErrDamaged):
 		hint = "the store lacks records that the index knows: put them back from a backup, or go on with what is left by " +
-			h.Command("reindex")
+			h.Command("reindex") + "; if that refuses too, add --accept-loss"
 	case errors.Is(err, blobstore.ErrNoSpace), errors.Is(err, syscall.ENOSPC), errors.Is(err, syscall.EDQUOT):
 		hint = "free some space on the disk of the index, and start again"
 	}

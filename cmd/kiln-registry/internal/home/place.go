@@ -102,14 +102,15 @@ func private(dir string) error {
 	return disk.Mkdir(0o700, dir)
 }
 
-// Open opens the store, so that no other process can.
-func (p Place) Open(ctx context.Context, notify func(string)) (Engine, error) {
+// Open opens the store, so that no other process can. What is left out of its refs is told to notify; with acceptLoss
+// those that are damaged are left out too.
+func (p Place) Open(ctx context.Context, notify func(string), acceptLoss bool) (Engine, error) {
 	var e Engine
 	var err error
 	if p.Folder != "" {
-		e, err = fsstore.Open(p.Folder, fsstore.Options{Notify: notify})
+		e, err = fsstore.Open(p.Folder, fsstore.Options{Notify: notify, AcceptLoss: acceptLoss})
 	} else {
-		e, err = s3store.Open(ctx, p.Bucket, s3store.Options{Notify: notify, Exclusive: true})
+		e, err = s3store.Open(ctx, p.Bucket, s3store.Options{Notify: notify, Exclusive: true, AcceptLoss: acceptLoss})
 	}
 	if err != nil {
 		return nil, p.Explain(err)
@@ -141,7 +142,7 @@ func (p Place) Explain(err error) error {
 	case errors.Is(err, blobstore.ErrUnavailable):
 		return cli.Hint(cli.Exit(cli.CodeUnreachable, err), "check the endpoint and that its server runs; then try again")
 	case errors.Is(err, blobstore.ErrDamaged):
-		return cli.Hint(cli.Exit(cli.CodeDisk, err), p.repair())
+		return cli.Hint(cli.Exit(cli.CodeDisk, err), p.repair(err))
 	case p.Folder != "", errors.As(err, &path):
 		return err
 	}
@@ -154,10 +155,16 @@ func (p Place) Explain(err error) error {
 }
 
 // repair says what can be done about a damaged store.
-func (p Place) repair() string {
-	if _, err := os.Lstat(filepath.Join(p.Folder, "refs.log")); p.Folder != "" && errors.Is(err, fs.ErrNotExist) {
-		return "put the newest copy of refs.log back from a backup: it says what everything is called; without one, push the " +
-			"models again to a new store (--init)"
+func (p Place) repair(err error) string {
+	const log = "refs.log"
+	_, statErr := os.Lstat(filepath.Join(p.Folder, log))
+	switch {
+	case p.Folder != "" && errors.Is(statErr, fs.ErrNotExist):
+		return "put the newest copy of " + log + " back from a backup: it says what everything is called; without one, " +
+			"push the models again to a new store"
+	case errors.Is(err, blobstore.ErrRefsDamaged):
+		return "put what is damaged back from a backup; without one, kiln-registry reindex --accept-loss goes on with what " +
+			"is left"
 	}
 	return "put what is damaged back from a backup"
 }

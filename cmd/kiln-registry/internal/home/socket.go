@@ -80,17 +80,20 @@ func (h Home) NotAsked(err error) error {
 	)
 }
 
-// WithParts opens what no server runs on and does work, once the index is level with the store. fresh makes the index
-// anew. What is worth a line of a log goes to stderr.
-func (h Home) WithParts(ctx context.Context, fresh bool, stderr io.Writer, work func(*Parts) error) error {
-	o := Opening{Home: h, Fresh: fresh, Config: registry.Config{
-		Access: access.Open(), Log: slog.New(slog.NewTextHandler(stderr, nil)),
-	}}
+// WithParts opens what no server runs on and does work, once the index is level with the store. What is worth a line of
+// a log goes to stderr.
+func (h Home) WithParts(ctx context.Context, stderr io.Writer, work func(*Parts) error) error {
+	return Opening{Home: h}.Do(ctx, stderr, work)
+}
+
+// Do is WithParts in another way than the usual one.
+func (o Opening) Do(ctx context.Context, stderr io.Writer, work func(*Parts) error) error {
+	o.Config = registry.Config{Access: access.Open(), Log: slog.New(slog.NewTextHandler(stderr, nil))}
 	p, err := o.Open(ctx)
 	if err != nil {
 		return err
 	}
-	if err = h.NotReplayed(p.Registry.Replay(ctx)); err == nil {
+	if err = o.NotReplayed(p.Registry.Replay(ctx)); err == nil {
 		err = work(p)
 	}
 	return errors.Join(err, p.Close())
