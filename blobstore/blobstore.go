@@ -33,6 +33,9 @@ var (
 	ErrNoSpace = errors.New("no space left in the store")
 	// ErrDamaged: the store's own records do not read back as they were written.
 	ErrDamaged = errors.New("store is damaged")
+	// ErrCut: the blob has not as many bytes as were stored, so that it is damaged without that anybody has to read it. It
+	// is an ErrNotFound and an ErrDamaged too: whoever has the right bytes may push them, which heals the blob.
+	ErrCut = fmt.Errorf("%w: %w", ErrNotFound, ErrDamaged)
 	// ErrRefsDamaged: refs that were kept are missing, or do not read back as they were kept; the error says where. It is
 	// an ErrDamaged too. What is left can be gone on with by an Open that accepts the loss.
 	ErrRefsDamaged = fmt.Errorf("%w: its refs", ErrDamaged)
@@ -55,11 +58,12 @@ type Info struct {
 // Store keeps blobs. Any number of goroutines may use one at a time, and it retries what is transient. Every error
 // that is not one of this package's is the engine's own and not a statement about the content.
 type Store interface {
-	// Stat describes a blob, or returns ErrNotFound.
+	// Stat describes a blob, or returns ErrNotFound. With ErrCut it describes the copy all the same, for SetAside.
 	Stat(ctx context.Context, d identity.Digest) (Info, error)
 	// Open reads n bytes of the copy that i, which Stat, Commit or List gave, names, from off; n < 0 means to the end.
 	// The reader implements io.WriterTo in a way that lets an HTTP response use sendfile where the engine has a file.
-	// ErrNotFound, also when there is another copy by now.
+	// ErrNotFound, also when there is another copy by now. ErrDamaged, ErrCut for example, if the engine sees that it can't
+	// give the bytes that were stored: List yields such a copy as it is.
 	Open(ctx context.Context, i Info, off, n int64) (io.ReadCloser, error)
 	// Create opens an upload. hint is the digest that Commit will ask for, or zero; size the number of bytes to come,
 	// or negative when not known. Both are promises of the client: Append refuses what goes past size.

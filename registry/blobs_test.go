@@ -292,3 +292,26 @@ func TestHeadRenewsLease(t *testing.T) {
 	check("after its lease", "GET", "writer", 11)
 	check("after its lease", "HEAD", "writer", 107)
 }
+
+// A blob whose file was cut is not served with less than it has, in no way; whoever pushes it again heals it, and until
+// then a scrub sets it aside.
+func TestCutBlob(t *testing.T) {
+	s := newServer(t)
+	body := bytes.Repeat([]byte("0123456789abcdef"), 10_000)
+	d := s.blob("a", body)
+	path := filepath.Join(s.dir, "blobs/sha256", d.Hex()[:2], d.Hex())
+	for _, size := range []int64{100, 0, 1 << 20} {
+		if err := os.Truncate(path, size); err != nil {
+			t.Fatal(err)
+		}
+		for _, method := range []string{"HEAD", "GET"} {
+			if a := s.do(method, api.PathBlob("a", d), nil, "Range", "bytes=0-9"); a.status != 404 {
+				t.Errorf("%d bytes: %s: %v", size, method, a)
+			}
+		}
+		s.blob("a", body)
+		if got := s.want(200, "GET", api.PathBlob("a", d), nil); !bytes.Equal(got.body, body) {
+			t.Fatal("other bytes")
+		}
+	}
+}

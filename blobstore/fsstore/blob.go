@@ -10,6 +10,7 @@ import (
 	"iter"
 	"os"
 	"path/filepath"
+	"strconv"
 	"syscall"
 	"time"
 
@@ -51,6 +52,28 @@ func (st *Store) absent(what string, d identity.Digest, err error) error {
 
 // Stat implements blobstore.Store.
 func (st *Store) Stat(ctx context.Context, d identity.Digest) (blobstore.Info, error) {
+	i, err := st.stat(d)
+	if err == nil {
+		err = st.checkSize("stat blob", i)
+	}
+	return i, err
+}
+
+// sizeNote is what the number of bytes that were stored is kept as with the file of a blob. Files of earlier programs
+// have none, nor have those that were copied by a tool that drops it.
+const sizeNote = "kiln.size"
+
+// checkSize returns blobstore.ErrCut for a file that has not the size that was stored.
+func (st *Store) checkSize(what string, i blobstore.Info) error {
+	stored, err := strconv.ParseInt(durable.Note(st.path(i.Digest), sizeNote), 10, 64)
+	if err != nil || stored == i.Size {
+		return nil
+	}
+	return fmt.Errorf("%s %s: %w: its file has %d bytes, stored were %d", what, i.Digest, blobstore.ErrCut, i.Size, stored)
+}
+
+// stat is Stat for a copy of whatever size.
+func (st *Store) stat(d identity.Digest) (blobstore.Info, error) {
 	// Hidden is asked last: a commit hides the blob before it names it.
 	fi, err := os.Lstat(st.path(d))
 	if err != nil || st.names.isHidden(d) {
@@ -69,6 +92,9 @@ func (st *Store) Open(ctx context.Context, i blobstore.Info, off, n int64) (io.R
 	r, err := st.section(f, i, off, n)
 	if err != nil {
 		f.Close()
+		if errors.Is(err, blobstore.ErrCut) {
+			return nil, err
+		}
 		return nil, st.absent("open blob", i.Digest, err)
 	}
 	return r, nil
@@ -82,8 +108,12 @@ func (st *Store) section(f *os.File, i blobstore.Info, off, n int64) (*reader, e
 	if st.names.isHidden(i.Digest) {
 		return nil, fs.ErrNotExist
 	}
-	if describeFile(i.Digest, fi).Generation != i.Generation {
+	now := describeFile(i.Digest, fi)
+	if now.Generation != i.Generation {
 		return nil, blobstore.ErrNotFound
+	}
+	if err := st.checkSize("open blob", now); err != nil {
+		return nil, err
 	}
 	if off < 0 || off > fi.Size() {
 		return nil, fmt.Errorf("offset %d is outside of its %d bytes", off, fi.Size())
@@ -129,7 +159,7 @@ func (st *Store) Delete(ctx context.Context, i blobstore.Info) error {
 }
 
 func (st *Store) delete(ctx context.Context, i blobstore.Info) error {
-	now, err := st.Stat(ctx, i.Digest)
+	now, err := st.stat(i.Digest)
 	aside := errors.Is(err, blobstore.ErrQuarantined)
 	if aside {
 		now, err = st.statAside(i.Digest)
@@ -188,7 +218,7 @@ func (st *Store) yieldPage(ctx context.Context, hexes []string, yield func(blobs
 		if err != nil {
 			continue // not a blob
 		}
-		i, err := st.Stat(ctx, d)
+		i, err := st.stat(d)
 		if errors.Is(err, blobstore.ErrNotFound) {
 			continue
 		}
@@ -288,6 +318,7 @@ func (st *Store) name(s *session, d identity.Digest) error {
 	if err := os.Chtimes(s.data.Name(), now, now); err != nil {
 		return err
 	}
+	s.data.SetNote(sizeNote, strconv.FormatInt(s.size, 10))
 	if err := s.data.Chmod(0o444); err != nil {
 		return err
 	}

@@ -62,7 +62,7 @@ func (st *Store) SetAside(ctx context.Context, i blobstore.Info, why string) err
 }
 
 func (st *Store) setAside(ctx context.Context, i blobstore.Info, why string) error {
-	now, err := st.Stat(ctx, i.Digest)
+	now, err := st.stat(i.Digest)
 	if err == nil && now.Generation != i.Generation {
 		err = blobstore.ErrNotFound
 	}

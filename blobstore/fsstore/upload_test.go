@@ -403,6 +403,54 @@ func TestFailedCommitCanBeRetried(t *testing.T) {
 	checkBlob(t, st.path(identity.Sum(data)))
 }
 
+// TestCutFile: a file that is shorter or longer than what was stored is not served, and can be set aside, deleted or
+// healed. One of which the size is not known is served as it is.
+func TestCutFile(t *testing.T) {
+	st, _ := openFaulty(t)
+	data := pattern(300_000, "cut")
+	for _, size := range []int64{0, 1, 299_999, 300_001} {
+		i := push(t, st, data)
+		if err := os.Truncate(st.path(i.Digest), size); err != nil {
+			t.Fatal(err)
+		}
+		now, err := st.Stat(t.Context(), i.Digest)
+		for what, err := range map[string]error{"stat": err, "open": func() error {
+			_, err := st.Open(t.Context(), now, 0, -1)
+			return err
+		}()} {
+			if !errors.Is(err, blobstore.ErrCut) || !errors.Is(err, blobstore.ErrNotFound) ||
+				!errors.Is(err, blobstore.ErrDamaged) || errors.Is(err, blobstore.ErrQuarantined) {
+				t.Errorf("%s of %d bytes: %v", what, size, err)
+			}
+		}
+		listed := 0
+		for l, err := range st.List(t.Context(), identity.Digest{}) {
+			if listed++; err != nil || l != now || l.Size != size {
+				t.Errorf("listed as %+v, %v, stat said %+v", l, err, now)
+			}
+		}
+		if err := st.SetAside(t.Context(), now, "cut"); err != nil || listed != 1 {
+			t.Error(listed, err)
+		}
+	}
+	i := push(t, st, data)
+	if err := os.Truncate(st.path(i.Digest), 1000); err != nil {
+		t.Fatal(err)
+	}
+	now, _ := st.Stat(t.Context(), i.Digest)
+	if err := st.Delete(t.Context(), now); err != nil {
+		t.Error(err)
+	}
+	old := st.path(identity.Sum(data[:10]))
+	if err := os.MkdirAll(filepath.Dir(old), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	write(t, old, string(data[:10]))
+	if i := stat(t, st, data[:10]); i.Size != 10 {
+		t.Errorf("%+v", i)
+	}
+}
+
 // TestPushOverDamage: whoever pushes the right bytes over a copy that has rotted heals it, also one that nobody has found
 // yet, of the same size or not. Readers never find that the blob is not there.
 func TestPushOverDamage(t *testing.T) {

@@ -240,6 +240,31 @@ func TestReserve(t *testing.T) {
 	}
 }
 
+func TestNote(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "f")
+	f, err := Disk{}.CreateTemp(path, 0o600)
+	if err != nil {
+		t.Fatal(err)
+	}
+	f.SetNote("kiln.test", "1")
+	f.SetNote("kiln.test", "12345")
+	f.SetNote("kiln.long", strings.Repeat("x", noteMax+1))
+	if err := f.Publish(path); err != nil {
+		t.Fatal(err)
+	}
+	if got := Note(path, "kiln.test"); got != "12345" {
+		t.Errorf("note %q", got)
+	}
+	for _, name := range []string{"kiln.none", "kiln.long"} {
+		if got := Note(path, name); got != "" {
+			t.Errorf("%s: %q", name, got)
+		}
+	}
+	if got := Note(path+"x", "kiln.test"); got != "" {
+		t.Errorf("no file: %q", got)
+	}
+}
+
 func TestAcquire(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "LOCK")
 	l, err := Acquire(path)

@@ -104,6 +104,10 @@ func (f *File) Sync() error {
 // Chmod sets the mode.
 func (f *File) Chmod(mode fs.FileMode) error { return f.f.Chmod(mode) }
 
+// SetNote keeps a short text with the file, in place of one of that name, if the filesystem can and has room for it. It
+// is durable when the file's next name is.
+func (f *File) SetNote(name, text string) { setNote(f.f, name, text) }
+
 // Close closes the file. It does not sync.
 func (f *File) Close() error { return f.f.Close() }
 

@@ -17,6 +17,23 @@ func Free(path string) (int64, error) {
 	return int64(st.Bavail) * st.Bsize, nil
 }
 
+// noteMax is how long a note may be.
+const noteMax = 64
+
+func setNote(f *os.File, name, text string) {
+	_ = control(f, func(fd int) error { return unix.Fsetxattr(fd, "user."+name, []byte(text), 0) })
+}
+
+// Note returns what File.SetNote keeps with the file at path, empty: nothing, or more than a note.
+func Note(path, name string) string {
+	var b [noteMax]byte
+	n, err := unix.Lgetxattr(path, "user."+name, b[:])
+	if err != nil {
+		return ""
+	}
+	return string(b[:n])
+}
+
 // again calls fn until it is not interrupted by a signal.
 func again(fn func() error) error {
 	for {

@@ -236,6 +236,8 @@ func (s *Scrubber) digest(ctx context.Context, d identity.Digest, p *pace) (Find
 	switch {
 	case errors.Is(err, blobstore.ErrQuarantined):
 		return Finding{Digest: d, Verdict: Gone, Why: err.Error(), Aside: true}, nil
+	case errors.Is(err, blobstore.ErrCut):
+		return s.look(ctx, due{i, true}, p)
 	case errors.Is(err, blobstore.ErrNotFound):
 		return s.absent(ctx, d)
 	case err != nil:

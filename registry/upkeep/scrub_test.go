@@ -74,17 +74,17 @@ func TestDamage(t *testing.T) {
 		why    string
 	}{
 		"a flipped bit": {[]byte("small"), flip(2), "its 5 bytes hash to sha256:"},
-		"truncated":     {[]byte("small"), func(b []byte) []byte { return b[:3] }, "its 3 bytes hash to sha256:"},
-		"empty":         {[]byte("small"), func([]byte) []byte { return nil }, "its 0 bytes hash to sha256:"},
-		"longer":        {[]byte("small"), func(b []byte) []byte { return append(b, 0) }, "its 6 bytes hash to sha256:"},
-		"was empty":     {nil, func(b []byte) []byte { return append(b, 0) }, "its 1 bytes hash to sha256:"},
+		"truncated":     {[]byte("small"), func(b []byte) []byte { return b[:3] }, "its file has 3 bytes, stored were 5"},
+		"empty":         {[]byte("small"), func([]byte) []byte { return nil }, "its file has 0 bytes, stored were 5"},
+		"longer":        {[]byte("small"), func(b []byte) []byte { return append(b, 0) }, "its file has 6 bytes, stored were 5"},
+		"was empty":     {nil, func(b []byte) []byte { return append(b, 0) }, "its file has 1 bytes, stored were 0"},
 		"in the middle": {large, flip(segment + 5), "damaged in bytes 16777216-33554431 of 41943040"},
 		"in two places": {large, func(b []byte) []byte { return flip(1)(flip(40<<20 - 1)(b)) },
 			"damaged in bytes 0-16777215, 33554432-41943039 of 41943040"},
 		"in neighbours": {large, func(b []byte) []byte { return flip(segment)(flip(segment - 1)(b)) },
 			"damaged in bytes 0-33554431 of 41943040"},
 		"cut off": {large, func(b []byte) []byte { return b[:segment] },
-			"damaged in bytes 16777216-41943039 of 41943040; it ends after 16777216"},
+			"its file has 16777216 bytes, stored were 41943040"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			r := newRig(t, nil)
@@ -97,7 +97,7 @@ func TestDamage(t *testing.T) {
 			}
 			r.rewrite(d, c.change)
 			did, found := r.scrub()
-			if f := found[d]; did.Damaged != 1 || f.Verdict != upkeep.Damaged || !f.Aside || !strings.HasPrefix(f.Why, c.why) {
+			if f := found[d]; did.Damaged != 1 || f.Verdict != upkeep.Damaged || !f.Aside || !strings.Contains(f.Why, c.why) {
 				t.Errorf("%+v, %v", did, found)
 			}
 			for _, method := range []string{"GET", "HEAD"} {
