@@ -1,12 +1,18 @@
 package registry_test
 
 import (
+	"context"
+	"fmt"
+	"iter"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"testing"
 
 	"github.com/kiln-registry/kiln-registry/api"
+	"github.com/kiln-registry/kiln-registry/blobstore"
 	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/registry"
 	"github.com/kiln-registry/kiln-registry/registry/upkeep"
 )
 
@@ -59,4 +65,46 @@ func TestUnavailableShards(t *testing.T) {
 	want("one is back", missing)
 	s.blob("team/model", safetensors("2"))
 	want("both are back")
+}
+
+// counted is a store that counts how often its quarantine is listed.
+type counted struct {
+	blobstore.Store
+	blobstore.Quarantine
+	lists atomic.Int64
+}
+
+func (c *counted) Aside(ctx context.Context) iter.Seq2[blobstore.AsideInfo, error] {
+	c.lists.Add(1)
+	return c.Quarantine.Aside(ctx)
+}
+
+// The quarantine is listed again only when something in it may have changed, not after each push.
+func TestQuarantineIsSeldomListed(t *testing.T) {
+	s := newServer(t)
+	store := new(counted)
+	s.restart(func(c *registry.Config) {
+		store.Store, store.Quarantine = c.Store, c.Store.(blobstore.Quarantine)
+		c.Store = store
+	})
+	agg, _ := s.base("team/model", "v1", "m", "1", "2")
+	cut(t, findBlob(t, s.dir, identity.Sum(safetensors("1"))), []byte("y"))
+	if _, err := s.reg.Scrubber().Scrub(t.Context(), upkeep.Order{}); err != nil {
+		t.Fatal(err)
+	}
+	want := func(bad, lists int) {
+		t.Helper()
+		for i := range 5 {
+			s.blob("team/model", fmt.Append(nil, i))
+			if n := len(get[api.Base](s, api.PathBase(agg)).UnavailableShards); n != bad || s.reg.Health().Quarantined != bad {
+				t.Errorf("%d, want %d", n, bad)
+			}
+		}
+		if n := store.lists.Load(); n != int64(lists) {
+			t.Errorf("listed %d times, want %d", n, lists)
+		}
+	}
+	want(1, 1)
+	s.blob("team/model", safetensors("1"))
+	want(0, 2)
 }

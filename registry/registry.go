@@ -13,6 +13,7 @@ import (
 	"fmt"
 	"log/slog"
 	"net/http"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -371,6 +372,18 @@ const (
 
 // changed says that a blob may have been set aside or healed.
 func (a *aside) changed() { a.changes.Add(1) }
+
+// arrived says that the store was given a blob, which may have been in quarantine. It does not wait for the store.
+func (a *aside) arrived(d identity.Digest) {
+	if !a.mu.TryLock() { // they are being counted
+		a.changed()
+		return
+	}
+	defer a.mu.Unlock()
+	if a.n > len(a.some) || slices.Contains(a.some, d) {
+		a.changed()
+	}
+}
 
 // count returns how many there are, or, with the error, how many there were when that could be found out last.
 func (a *aside) count(st blobstore.Store) (int, error) {

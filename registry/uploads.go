@@ -217,7 +217,7 @@ func (r *Registry) finished(
 	case err != nil:
 		return err
 	}
-	r.aside.changed() // it may have healed a blob
+	r.aside.arrived(i.Digest)
 	if err := r.link(ctx, repo, i, index.DeleteUpload{ID: s.ID()}); err != nil {
 		return err
 	}
