@@ -194,3 +194,30 @@ func TestListPages(t *testing.T) {
 		t.Errorf("%d blobs, want %d", i, n)
 	}
 }
+
+// TestInsideOfAStore: no store is made inside of another one, however its path is written.
+func TestInsideOfAStore(t *testing.T) {
+	outer := filepath.Join(t.TempDir(), "outer")
+	newStore(t, outer)
+	link := filepath.Join(t.TempDir(), "link")
+	if err := os.Symlink(filepath.Join(outer, "blobs"), link); err != nil {
+		t.Fatal(err)
+	}
+	for _, dir := range []string{
+		filepath.Join(outer, "sub"), filepath.Join(outer, "blobs", "a", "b"), outer + "/x/../y", filepath.Join(link, "sub"), link,
+	} {
+		err := Init(dir)
+		if !errors.Is(err, blobstore.ErrNotStore) || !strings.Contains(err.Error(), "inside of the store "+outer) {
+			t.Errorf("%s: %v", dir, err)
+		}
+		if _, err := os.Stat(dir); dir != link && err == nil {
+			t.Errorf("%s was made", dir)
+		}
+	}
+	if err := Init(outer); err != nil {
+		t.Error(err)
+	}
+	if err := Init(outer + "-2"); err != nil {
+		t.Error(err)
+	}
+}

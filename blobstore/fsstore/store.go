@@ -105,10 +105,13 @@ var (
 )
 
 // Init makes the folder dir, which may be missing or empty, a store. It is durable on return. It does nothing if dir is
-// a store already, and returns blobstore.ErrNotStore if it holds anything else.
+// a store already, and returns blobstore.ErrNotStore if it holds anything else, or lies inside of another store.
 func Init(dir string) error { return initOn(durable.Disk{}, dir) }
 
 func initOn(disk durable.Disk, dir string) error {
+	if outer := around(dir); outer != "" && errors.Is(checkMarker(dir), blobstore.ErrNotStore) {
+		return fmt.Errorf("%s: %w: it would be inside of the store %s", dir, blobstore.ErrNotStore, outer)
+	}
 	if err := disk.MkdirAll(dir, 0o755); err != nil {
 		return fmt.Errorf("make store %s: %w", dir, err)
 	}
@@ -130,6 +133,26 @@ func initOn(disk durable.Disk, dir string) error {
 		return fmt.Errorf("make store %s: %w", dir, err)
 	}
 	return nil
+}
+
+// around returns the store that a folder, which may be missing, lies inside of; empty: none.
+func around(dir string) (outer string) {
+	path, err := filepath.Abs(dir)
+	if err != nil {
+		return ""
+	}
+	for real := false; path != filepath.Dir(path); {
+		if !real { // what is above a link is above what it leads to
+			if to, err := filepath.EvalSymlinks(path); err == nil {
+				path, real = to, true
+			}
+		}
+		path = filepath.Dir(path)
+		if err := checkMarker(path); err == nil {
+			return path
+		}
+	}
+	return ""
 }
 
 // build writes everything that a new store has, the marker last.
@@ -235,8 +258,9 @@ func shelf(dir string, first byte) string {
 }
 
 // Open opens the store in dir and takes its lock. The error is blobstore.ErrNotStore if there is none,
-// blobstore.ErrDamaged if its records do not read back, ErrRefsDamaged if that are its refs, and durable.ErrLocked, with the process, if it is in use.
-// All that the store shows is durable on return, also what a killed process had not yet acknowledged.
+// blobstore.ErrDamaged if its records do not read back, blobstore.ErrRefsDamaged if those are refs, and
+// durable.ErrLocked, with the process, if it is in use. All that the store shows is durable on return, also what a killed
+// process had not yet acknowledged.
 func Open(dir string, o Options) (*Store, error) {
 	if err := checkMarker(dir); err != nil {
 		return nil, err
@@ -265,6 +289,9 @@ func (st *Store) recover(o Options) (err error) {
 	}
 	if st.boot, err = st.disk.BootID(); err != nil {
 		return err
+	}
+	if outer := around(st.dir); outer != "" {
+		notify(fmt.Sprintf("%s lies inside of the store %s: move it out of there", st.dir, outer))
 	}
 	if err := st.syncShelves(); err != nil {
 		return err
