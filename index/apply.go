@@ -94,9 +94,12 @@ func checkTime(what string, t time.Time) error {
 	return nil
 }
 
+// maxSeq is more than NextSeq ever comes to: what has more was not issued by it, and would leave it nothing to issue.
+const maxSeq = 1 << 62
+
 func checkName(repo string, seq uint64) error {
-	if seq == 0 {
-		return errors.New("no sequence number")
+	if seq == 0 || seq > maxSeq {
+		return fmt.Errorf("sequence number %d is none that was issued", seq)
 	}
 	return checkText("repository", repo)
 }

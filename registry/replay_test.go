@@ -432,3 +432,24 @@ func TestConfigIsChecked(t *testing.T) {
 		t.Fatal("an empty config was taken")
 	}
 }
+
+// A record with a number that no registry issued is left out, with a line in the log, and its repository goes on.
+func TestRefOfImpossibleNumber(t *testing.T) {
+	s := newServer(t)
+	s.base("a", "v0", "m", "0")
+	for _, seq := range []uint64{1<<64 - 1, 1<<62 + 1} {
+		ref := blobstore.Ref{Repo: "a", Name: "bad", Seq: seq, Digest: identity.Sum([]byte("x")), Time: time.Now()}
+		if _, err := s.store.Put(t.Context(), ref); err != nil {
+			t.Fatal(err)
+		}
+	}
+	s.stop()
+	s.start()
+	if log := s.log.String(); strings.Count(log, "ref left out of the index") != 2 ||
+		!strings.Contains(log, "sequence number 18446744073709551615 is none that was issued") {
+		t.Error(log)
+	}
+	s.base("a", "v1", "m", "1")
+	s.want(200, "GET", api.PathManifest("a", "v1"), nil)
+	s.want(404, "GET", api.PathManifest("a", "bad"), nil)
+}
