@@ -18,6 +18,7 @@ var imports = map[string]string{
 	"identity":                 "internal/strictjson; github.com/minio/sha256-simd",
 	"identity/documents":       "identity internal/strictjson",
 	"identity/lanes":           "identity",
+	"identity/resume":          "identity identity/documents internal/strictjson",
 	"identity/safetensors":     "identity internal/strictjson",
 	"internal/strictjson":      "",
 	"internal/durable":         "; golang.org/x/sys",

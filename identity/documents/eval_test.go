@@ -20,7 +20,7 @@ const hash = "sha256:66666666666666666666666666666666666666666666666666666666666
 
 // aRun is a run as Kiln's contract gives one.
 const aRun = `{"suite_name":"math-smoke","adapter":null,"aggregation":{"kind":"single"},"metrics":{"num_examples":2,` +
-	`"num_completions":2,"num_pass":1,"num_fail":1,"num_invalid":0,"num_error":0,"accuracy":0.5,"latency":{"p50_ms":10.0}},` +
+	`"num_completions":2,"num_pass":1,"num_fail":1,"num_invalid":0,"num_error":0,"accuracy":0.5,"latency":{}},` +
 	`"aggregated_outcomes":[{"example_id":"a","kind":"pass","score":1.0},{"example_id":"b","kind":"fail","score":0.0}],` +
 	`"outcomes":[{"example_id":"a","completion_index":0,"generation_seed":"43","kind":"pass","score":1.0},` +
 	` {"example_id":"b","completion_index":0,"generation_seed":44,"kind":"fail","score":0} ],` +

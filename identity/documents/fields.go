@@ -136,7 +136,7 @@ func (r reader) decimal(name string, to **uint64) field {
 			return err
 		}
 		v, err := strconv.ParseUint(s, 10, 64)
-		if err != nil || strings.ContainsAny(s, "+_") {
+		if err != nil {
 			return r.Fail(at, strictjson.RuleU64, "want an integer from 0 to 2^64-1 in decimal digits, got %.40q", s)
 		}
 		*to = &v
