@@ -361,6 +361,8 @@ func TestManifestBombs(t *testing.T) {
 		}
 		return "{" + strings.Join(names, ",") + "}"
 	}
+	nine, more := many(9), many(17)
+	noted := func(int) string { return layer + `,"annotations":` + more + `}` }
 	for name, c := range map[string]struct {
 		head, tail string
 		item       func(int) string
@@ -368,11 +370,11 @@ func TestManifestBombs(t *testing.T) {
 	}{
 		"annotations":         {`"layers":[],"annotations":{`, `}}`, short, false},
 		"of one layer":        {`"layers":[` + layer + `,"annotations":{`, `}}]}`, short, false},
-		"of all layers":       {`"layers":[`, `]}`, func(int) string { return layer + `,"annotations":` + many(20) + `}` }, false},
+		"of all layers":       {`"layers":[`, `]}`, noted, false},
 		"unknown members":     {`"layers":[],"x":{`, `}}`, short, false},
 		"of the manifest":     {`"layers":[],`, `}`, short, false},
-		"objects":             {`"layers":[],"x":[`, `]}`, func(int) string { return many(9) }, false},
-		"larger objects":      {`"layers":[],"x":[`, `]}`, func(int) string { return many(17) }, false},
+		"objects":             {`"layers":[],"x":[`, `]}`, func(int) string { return nine }, false},
+		"larger objects":      {`"layers":[],"x":[`, `]}`, func(int) string { return more }, false},
 		"layers":              {`"layers":[`, `]}`, func(int) string { return layer + `}` }, true},
 		"layers with a note":  {`"layers":[`, `]}`, func(int) string { return layer + `,"annotations":{"":""}}` }, true},
 		"numbers":             {`"layers":[],"x":[`, `]}`, func(int) string { return "1" }, true},
@@ -401,7 +403,8 @@ func TestManifestBombs(t *testing.T) {
 func TestDenseManifestsAreTaken(t *testing.T) {
 	file := func(i int) string {
 		return fmt.Sprintf(`{"mediaType":"application/vnd.cncf.model.weight.v1.raw","digest":%q,"size":4294967296,`+
-			`"annotations":{"org.cncf.model.filepath":"m-%[2]d.safetensors","org.opencontainers.image.title":"m-%[2]d.safetensors",`+
+			`"annotations":{"org.cncf.model.filepath":"m-%[2]d.safetensors",`+
+			`"org.opencontainers.image.title":"m-%[2]d.safetensors",`+
 			`"org.cncf.model.file.mediatype.untested":"true","org.cncf.model.file.metadata+json":"{\"name\":\"m-%[2]d\",`+
 			`\"mode\":420,\"uid\":0,\"gid\":0,\"size\":4294967296,\"mtime\":\"2026-01-01T00:00:00Z\",\"typeflag\":48}"}}`,
 			someDigest, i)
