@@ -383,7 +383,7 @@ func ReadOutcomes(src io.Reader) (Outcomes, error) {
 	n := uint64(0)
 	for lines.Scan() {
 		n++
-		line := bytes.TrimSpace(lines.Bytes())
+		line := bytes.Trim(lines.Bytes(), " \t\r")
 		if len(line) == 0 {
 			continue
 		}

@@ -271,6 +271,7 @@ func TestOutcomes(t *testing.T) {
 		{strings.Replace(a, `{`, "{\n", 1), strictjson.RuleSyntax, "line 1 $"},
 		{"\xef\xbb\xbf" + a, strictjson.RuleSyntax, "line 1 $"},
 		{a + "\n\"\xff\"", strictjson.RuleUTF8, "line 2 $"},
+		{a + "\n\u00a0" + a, strictjson.RuleSyntax, "line 2 $"},
 		{`{"Base_weight_shard_manifest":0}`, strictjson.RuleExactName, "line 1 $.Base_weight_shard_manifest"},
 		{a + "\n" + strings.Repeat(" ", MaxDocument+2), RuleInputSize, "line 2 $"},
 	} {
