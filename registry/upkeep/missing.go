@@ -137,8 +137,8 @@ func (s *Scrubber) absent(ctx context.Context, d identity.Digest) (Finding, erro
 	for look := 0; ; look++ { // once more after it was seen to be referred to: it may have come and gone
 		_, err := s.store.Stat(ctx, d)
 		switch {
-		case err == nil, errors.Is(err, blobstore.ErrQuarantined):
-			return gone, nil
+		case err == nil, errors.Is(err, blobstore.ErrQuarantined), errors.Is(err, blobstore.ErrCut):
+			return gone, nil // it came since, or is another matter
 		case !errors.Is(err, blobstore.ErrNotFound):
 			return Finding{Digest: d, Verdict: Unreadable, Why: err.Error()}, unreachable(err)
 		case look == 0:

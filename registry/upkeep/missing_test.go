@@ -205,6 +205,15 @@ func TestAsideIsNotMissing(t *testing.T) {
 	}
 }
 
+// TestCutIsSuspected: a read of a blob whose file was cut short has it set aside without waiting for the pass.
+func TestCutIsSuspected(t *testing.T) {
+	r := newRig(t, nil)
+	d := r.blob("a", []byte("layer"))
+	r.rewrite(d, func(b []byte) []byte { return b[:3] })
+	r.do(404, "GET", "/v2/a/blobs/"+d.String(), nil)
+	r.pass(0, func(upkeep.Scrubbing) bool { return r.health().Quarantined == 1 })
+}
+
 // TestReadIsSuspected: a read for which the store says that the blob is damaged, or gives too few bytes, has the blob
 // looked at without waiting for the pass.
 func TestReadIsSuspected(t *testing.T) {
