@@ -43,6 +43,8 @@ var (
 	ErrNotStore = errors.New("not a store")
 	// ErrInUse: another process owns the store.
 	ErrInUse = errors.New("store is in use")
+	// ErrReadOnly: the store was opened to be read only.
+	ErrReadOnly = errors.New("store is open for reading only")
 	// ErrUnavailable: the place where the store is can't be reached, or is overloaded, also after retries.
 	ErrUnavailable = errors.New("store is not available")
 )

@@ -152,7 +152,11 @@ func (r *reader) WriteTo(w io.Writer) (int64, error) {
 // Delete implements blobstore.Store. It also removes a copy that was set aside.
 func (st *Store) Delete(ctx context.Context, i blobstore.Info) error {
 	defer st.names.lock(i.Digest)()
-	if err := st.delete(ctx, i); err != nil {
+	err := st.change()
+	if err == nil {
+		err = st.delete(ctx, i)
+	}
+	if err != nil {
 		return fmt.Errorf("delete blob %s, generation %s: %w", i.Digest, i.Generation, err)
 	}
 	return nil

@@ -3,6 +3,7 @@ package fsstore
 import (
 	"errors"
 	"fmt"
+	"maps"
 	"os"
 	"path/filepath"
 	"slices"
@@ -220,4 +221,100 @@ func TestInsideOfAStore(t *testing.T) {
 	if err := Init(outer + "-2"); err != nil {
 		t.Error(err)
 	}
+}
+
+// TestReadOnly: a store that is opened for reading only is left as it was, whatever a killed process left in it.
+func TestReadOnly(t *testing.T) {
+	st, _ := openFaulty(t)
+	data := pattern(5000, "read")
+	i := push(t, st, data)
+	putSeq(t, st, 1)
+	open, whole := begin(t, st, data, 1000), begin(t, st, data, 5000)
+	if _, err := whole.Commit(t.Context(), i.Digest); err != nil {
+		t.Fatal(err)
+	}
+	damaged := begin(t, st, data, 100)
+	i = stat(t, st, data)
+	putSeq(t, st, 2)
+	kill(t, st)
+	dir := st.dir
+	for name, content := range map[string]string{
+		"uploads/" + damaged.ID() + uploadState: strings.Repeat("x", statesAt), "quarantine/" + i.Digest.Hex() + asideNote: "{}",
+		"uploads/" + strings.Repeat("0", 32) + uploadData: "half", "uploads/" + strings.Repeat("1", 32) + uploadState: "half",
+	} {
+		if err := os.WriteFile(filepath.Join(dir, name), []byte(content), 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	log := filepath.Join(dir, refsName)
+	if err := os.Truncate(log, st.refs.end-3); err != nil {
+		t.Fatal(err)
+	}
+	appendTo(t, filepath.Join(dir, uploadsName, open.ID()+uploadData), []byte("more"))
+	before := content(t, dir)
+
+	st, err := Open(dir, Options{ReadOnly: true, Disk: durable.Disk{
+		Fault: func(op durable.Op, path string, do func() error) error {
+			t.Errorf("%s %s", op, path)
+			return do()
+		},
+	}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got, err := seqs(t, st); err != nil || !slices.Equal(got, []uint64{1}) || len(st.Dropped()) != 1 {
+		t.Errorf("refs %v, %v, dropped %v", got, err, st.Dropped())
+	}
+	for id, size := range map[string]int64{open.ID(): 1004, whole.ID(): 5000} {
+		if u, err := st.Resume(t.Context(), id); err != nil || u.Size() != size {
+			t.Errorf("resume %s: %v, want %d bytes", id, err, size)
+		}
+	}
+	for _, id := range []string{damaged.ID(), strings.Repeat("0", 32), strings.Repeat("1", 32), "x"} {
+		if _, err := st.Resume(t.Context(), id); !errors.Is(err, blobstore.ErrUploadUnknown) {
+			t.Errorf("resume %s: %v", id, err)
+		}
+	}
+	u, err := st.Resume(t.Context(), open.ID())
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, created := st.Create(t.Context(), identity.Digest{}, -1)
+	_, put := st.Put(t.Context(), blobstore.Ref{Seq: 3})
+	_, appended := u.Append(t.Context(), 1004, strings.NewReader("x"))
+	_, ended := u.Commit(t.Context(), i.Digest)
+	for what, err := range map[string]error{
+		"create": created, "put": put, "append": appended, "commit": ended, "abort": u.Abort(t.Context()),
+		"delete": st.Delete(t.Context(), i), "set aside": st.SetAside(t.Context(), i, "why"),
+	} {
+		if !errors.Is(err, blobstore.ErrReadOnly) {
+			t.Errorf("%s: %v", what, err)
+		}
+	}
+	stat(t, st, data)
+	if err := st.Close(); err != nil {
+		t.Error(err)
+	}
+	if after := content(t, dir); !maps.Equal(before, after) {
+		t.Errorf("changed: %v, was %v", slices.Sorted(maps.Keys(after)), slices.Sorted(maps.Keys(before)))
+	}
+}
+
+// content returns what is in each file of a folder, but for the lock.
+func content(t *testing.T, dir string) map[string]string {
+	t.Helper()
+	all := map[string]string{}
+	err := filepath.WalkDir(dir, func(path string, e os.DirEntry, err error) error {
+		if err != nil || e.IsDir() || e.Name() == lockName {
+			return err
+		}
+		fi, err := e.Info()
+		b, rerr := os.ReadFile(path)
+		all[path] = fmt.Sprint(fi.ModTime(), fi.Mode(), string(b))
+		return errors.Join(err, rerr)
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return all
 }

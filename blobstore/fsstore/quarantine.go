@@ -55,7 +55,11 @@ func (st *Store) statAside(d identity.Digest) (blobstore.Info, error) {
 // hidden already, and why and since when may not be written down.
 func (st *Store) SetAside(ctx context.Context, i blobstore.Info, why string) error {
 	defer st.names.lock(i.Digest)()
-	if err := st.setAside(ctx, i, why); err != nil {
+	err := st.change()
+	if err == nil {
+		err = st.setAside(ctx, i, why)
+	}
+	if err != nil {
 		return fmt.Errorf("set aside blob %s, generation %s: %w", i.Digest, i.Generation, full(err))
 	}
 	return nil

@@ -26,6 +26,7 @@ type refLog struct {
 	salt    []byte
 	group   durable.Group
 	dropped []blobstore.Dropped // by openLog
+	reading bool                // nothing is written
 
 	mu      sync.Mutex // guards queue and end
 	queue   []*frame
@@ -46,15 +47,15 @@ type frame struct {
 }
 
 // openLog opens the log at path, and cuts off the end of a write that was never acknowledged.
-func openLog(disk durable.Disk, path string, acceptLoss bool) (*refLog, error) {
+func openLog(disk durable.Disk, path string, o Options) (*refLog, error) {
 	f, err := disk.OpenFile(path, os.O_RDWR, 0)
 	if errors.Is(err, os.ErrNotExist) {
 		return nil, fmt.Errorf("%w: it has no %s", blobstore.ErrDamaged, refsName)
 	} else if err != nil {
 		return nil, err
 	}
-	l := &refLog{disk: disk, f: f}
-	if acceptLoss {
+	l := &refLog{disk: disk, f: f, reading: o.ReadOnly}
+	if o.AcceptLoss && !o.ReadOnly {
 		err = l.mend()
 	}
 	if err == nil {
@@ -80,6 +81,9 @@ func (l *refLog) recover() error {
 			return err
 		}
 	}
+	if l.reading {
+		return nil
+	}
 	return l.f.Sync()
 }
 
@@ -99,6 +103,11 @@ func (l *refLog) readHeader() (size int64, err error) {
 // cut drops what is behind the end, and keeps it aside: it may be more than an unfinished write.
 func (l *refLog) cut(size int64) error {
 	d := blobstore.Dropped{Where: fmt.Sprintf("%s from byte %d on", refsName, l.end), Bytes: size - l.end}
+	if l.reading {
+		d.Kept = refsName
+		l.dropped = append(l.dropped, d)
+		return nil
+	}
 	aside := l.aside("cut")
 	err := l.copyAside(aside, size)
 	switch full := full(err); {
@@ -371,7 +380,7 @@ func (l *refLog) rewind() error {
 // close ends the log with an empty frame, which proves that the frames before it were durable.
 func (l *refLog) close() error {
 	var err error
-	if l.open {
+	if l.open && !l.reading {
 		_, err = l.put(context.Background(), nil)
 	}
 	return errors.Join(err, l.f.Close())

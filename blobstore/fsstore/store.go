@@ -66,6 +66,10 @@ type Options struct {
 	// keeps the damaged one aside. Dropped says what was left out. Positions of before are void: an index has to be made
 	// anew. A log that is not damaged stays as it is.
 	AcceptLoss bool
+	// ReadOnly leaves everything in the folder as it is, but for the lock: nothing is brought into order, and every change is
+	// blobstore.ErrReadOnly. What a process that was killed had not acknowledged may be shown, and be gone after a power
+	// failure.
+	ReadOnly bool
 	// Disk is how files are changed. Only tests set it.
 	Disk durable.Disk
 }
@@ -75,6 +79,7 @@ type Options struct {
 type Store struct {
 	dir     string
 	disk    durable.Disk
+	reading bool // Options.ReadOnly
 	boot    string
 	lock    *durable.Lock
 	refs    *refLog
@@ -270,7 +275,7 @@ func Open(dir string, o Options) (*Store, error) {
 		return nil, fmt.Errorf("open store: %w", err)
 	}
 	st := &Store{
-		dir: dir, disk: o.Disk, lock: lock, busy: map[string]bool{},
+		dir: dir, disk: o.Disk, lock: lock, busy: map[string]bool{}, reading: o.ReadOnly,
 		every: syncEvery, segment: lanes.SegmentSize,
 	}
 	st.pieces.New = func() any { return new([durable.PieceSize]byte) }
@@ -293,21 +298,35 @@ func (st *Store) recover(o Options) (err error) {
 	if outer := around(st.dir); outer != "" {
 		notify(fmt.Sprintf("%s lies inside of the store %s: move it out of there", st.dir, outer))
 	}
+	if !o.ReadOnly {
+		if err := st.tidy(notify); err != nil {
+			return err
+		}
+	}
+	if st.refs, err = openLog(st.disk, filepath.Join(st.dir, refsName), o); err != nil {
+		return err
+	}
+	for _, d := range st.refs.dropped {
+		notify(d.String())
+	}
+	return nil
+}
+
+// tidy makes durable what the folder shows, and removes what a killed process left.
+func (st *Store) tidy(notify func(string)) error {
 	if err := st.syncShelves(); err != nil {
 		return err
 	}
 	if err := st.sweep(notify); err != nil {
 		return err
 	}
-	if err := st.sweepAside(); err != nil {
-		return err
-	}
-	st.refs, err = openLog(st.disk, filepath.Join(st.dir, refsName), o.AcceptLoss)
-	if err != nil {
-		return err
-	}
-	for _, d := range st.refs.dropped {
-		notify(d.String())
+	return st.sweepAside()
+}
+
+// change is asked before everything that changes the store.
+func (st *Store) change() error {
+	if st.reading {
+		return blobstore.ErrReadOnly
 	}
 	return nil
 }
@@ -385,6 +404,9 @@ func (st *Store) Close() error {
 
 // Put implements blobstore.Refs.
 func (st *Store) Put(ctx context.Context, refs ...blobstore.Ref) (blobstore.Position, error) {
+	if err := st.change(); err != nil {
+		return 0, fmt.Errorf("put refs: %w", err)
+	}
 	return st.refs.put(ctx, refs)
 }
 

@@ -45,6 +45,9 @@ func (st *Store) Create(ctx context.Context, hint identity.Digest, size int64) (
 }
 
 func (st *Store) create(hint identity.Digest, size int64) (id string, err error) {
+	if err := st.change(); err != nil {
+		return "", err
+	}
 	free, err := durable.Free(st.dir)
 	if err != nil {
 		return "", err
@@ -88,6 +91,14 @@ func (st *Store) drop(id string) error {
 // another start of the machine they are dropped, as nothing says that they reached the disk.
 func (st *Store) Resume(ctx context.Context, id string) (blobstore.Upload, error) {
 	u := &upload{st: st, id: id}
+	if st.reading {
+		size, err := st.look(id)
+		u.size.Store(size)
+		if err != nil {
+			return nil, fmt.Errorf("resume upload %.80q: %w", id, err)
+		}
+		return u, nil
+	}
 	s, err := st.open(ctx, id)
 	switch {
 	case errors.Is(err, blobstore.ErrUploadBusy): // in order, then, and open in this process
@@ -98,6 +109,33 @@ func (st *Store) Resume(ctx context.Context, id string) (blobstore.Upload, error
 		s.close()
 	}
 	return u, nil
+}
+
+// look returns how much of an upload is there, or blobstore.ErrUploadUnknown, and leaves it as it is.
+func (st *Store) look(id string) (size int64, err error) {
+	if !validID(id) {
+		return 0, blobstore.ErrUploadUnknown
+	}
+	fi, err := os.Lstat(st.uploadPath(id, uploadData))
+	if err != nil {
+		if r, ok := st.receipt(id); ok {
+			return r.size, nil
+		}
+		return 0, fmt.Errorf("%w: %w", blobstore.ErrUploadUnknown, err)
+	}
+	f, err := st.disk.OpenFile(st.uploadPath(id, uploadState), os.O_RDONLY, 0)
+	if err != nil {
+		return 0, fmt.Errorf("%w: %w", blobstore.ErrUploadUnknown, err)
+	}
+	defer f.Close()
+	slots, err := readSlots(f)
+	if err == nil {
+		_, _, err = choose(slots, fi.Size())
+	}
+	if err != nil {
+		err = fmt.Errorf("%w: %w", blobstore.ErrUploadUnknown, err)
+	}
+	return fi.Size(), err
 }
 
 // receipt returns what an upload without a data file became, while the blob is there.
@@ -208,6 +246,9 @@ func (st *Store) take(id string) error {
 	}
 	if st.closed.Load() {
 		return os.ErrClosed
+	}
+	if err := st.change(); err != nil {
+		return err
 	}
 	st.mu.Lock()
 	defer st.mu.Unlock()

@@ -1,12 +1,15 @@
 package s3store
 
 import (
+	"crypto/rand"
 	"fmt"
+	"slices"
 	"strings"
 	"testing"
 
 	"github.com/kiln-registry/kiln-registry/blobstore"
 	"github.com/kiln-registry/kiln-registry/blobstore/s3store/bucket"
+	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/internal/tests3"
 )
 
@@ -184,4 +187,70 @@ func (s *site) mended(lost int) *Store {
 		s.Errorf("dropped %v, told %q, want %d", got, told, lost)
 	}
 	return st
+}
+
+// TestReadOnly: a store that is opened for reading only is left as it was, but for who owns it.
+func TestReadOnly(t *testing.T) {
+	t.Parallel()
+	s := newSite(t)
+	st := s.past()
+	b := noise(1, 3000)
+	i, err := s.push(st, b, pushing{})
+	s.must(err)
+	_, err = st.Put(s.ctx, ref(1))
+	s.must(err)
+	left := map[string]string{} // ids of uploads
+	for _, what := range []string{"open", "damaged", "ended"} {
+		u, err := st.Create(s.ctx, identity.Digest{}, -1)
+		s.must(err)
+		_, err = u.Append(s.ctx, 0, strings.NewReader("some"))
+		s.must(err)
+		left[what] = u.ID()
+	}
+	ended, err := st.begin(s.ctx, left["ended"], false)
+	s.must(err)
+	s.must(ended.end(s.ctx))
+	ended.close()
+	_, err = st.b.Put(s.ctx, st.stateKey(left["damaged"]), []byte("damaged"), bucket.Condition{})
+	s.must(err)
+	_, err = st.b.Begin(s.ctx, st.blobKey(i.Digest, rand.Text()))
+	s.must(err)
+	keys := func() (all []string) {
+		for o, err := range st.b.List(s.ctx, st.b.Key(""), "", 0) {
+			s.must(err)
+			if !strings.HasSuffix(o.Key, ownerName) {
+				all = append(all, fmt.Sprint(o.Key, o.Modified, o.Size))
+			}
+		}
+		for m, err := range st.b.Multiparts(s.ctx, st.b.Key("")) {
+			s.must(err)
+			all = append(all, m.Key)
+		}
+		return all
+	}
+	before := keys()
+
+	st, err = Open(s.ctx, s.direct, Options{ReadOnly: true, Exclusive: true})
+	s.must(err)
+	s.holds(st, b)
+	u, err := st.Resume(s.ctx, left["open"])
+	s.must(err)
+	for _, what := range []string{"damaged", "ended"} {
+		_, err := st.Resume(s.ctx, left[what])
+		s.want("resume of what is "+what, err, blobstore.ErrUploadUnknown)
+	}
+	_, created := st.Create(s.ctx, identity.Digest{}, -1)
+	_, put := st.Put(s.ctx, ref(2))
+	_, appended := u.Append(s.ctx, 4, strings.NewReader("x"))
+	_, committed := u.Commit(s.ctx, identity.Sum([]byte("some")))
+	for what, err := range map[string]error{
+		"create": created, "put": put, "append": appended, "commit": committed, "abort": u.Abort(s.ctx),
+		"delete": st.Delete(s.ctx, i), "set aside": st.SetAside(s.ctx, i, "why"),
+	} {
+		s.want(what, err, blobstore.ErrReadOnly)
+	}
+	s.must(st.Close())
+	if after := keys(); !slices.Equal(before, after) {
+		t.Errorf("changed: %q, was %q", after, before)
+	}
 }

@@ -60,6 +60,9 @@ type Options struct {
 	// AcceptLoss puts objects without refs in the place of those of the log that are missing or can't be read, and keeps
 	// what was there below lost/. Dropped says what was left out. It reads the whole log.
 	AcceptLoss bool
+	// ReadOnly leaves everything in the bucket as it is, but for the claim of an owner: nothing that another process left is
+	// tidied up, and every change is blobstore.ErrReadOnly.
+	ReadOnly bool
 	// Transport, if set, stands between the client and the network. Only tests set it, and Tries.
 	Transport func(http.RoundTripper) http.RoundTripper
 	// Tries is how often a request is made that fails for a reason that may pass. Zero means the usual number.
@@ -76,6 +79,7 @@ type Store struct {
 	id          string
 	notify      func(string)
 	conditional bool // the server has conditional writes
+	reading     bool // Options.ReadOnly
 	owner       *owner
 	closed      atomic.Bool
 	pieces      sync.Pool // *[pieceSize]byte
@@ -240,7 +244,7 @@ func Open(ctx context.Context, c Config, o Options) (*Store, error) {
 	}
 	st := &Store{
 		b: b, notify: o.Notify, active: map[string]*session{}, ended: map[string]*receipt{},
-		aside: map[identity.Digest]note{}, partMin: partMin, saveEvery: saveEvery,
+		aside: map[identity.Digest]note{}, partMin: partMin, saveEvery: saveEvery, reading: o.ReadOnly,
 	}
 	if st.notify == nil {
 		st.notify = func(string) {}
@@ -273,9 +277,11 @@ func (st *Store) open(ctx context.Context, o Options) error {
 		if st.owner, err = st.acquire(ctx, cmp.Or(o.ttl, OwnerTTL)); err != nil {
 			return err
 		}
-		err = st.settle(ctx)
+		if !o.ReadOnly {
+			err = st.settle(ctx)
+		}
 	}
-	if err == nil && o.AcceptLoss {
+	if err == nil && o.AcceptLoss && !o.ReadOnly {
 		err = st.mend(ctx)
 	}
 	if err != nil && st.owner != nil {
@@ -338,6 +344,9 @@ func (st *Store) Close() error {
 
 // change is asked before everything that changes the store.
 func (st *Store) change(ctx context.Context) error {
+	if st.reading {
+		return blobstore.ErrReadOnly
+	}
 	if st.owner != nil {
 		if err := st.owner.check(); err != nil {
 			return err

@@ -54,7 +54,9 @@ func (st *Store) Resume(ctx context.Context, id string) (blobstore.Upload, error
 
 func (u *upload) resume(ctx context.Context) error {
 	s, o, err := u.st.readState(ctx, u.id)
-	if errors.Is(err, blobstore.ErrDamaged) || s.Ended {
+	if damaged := errors.Is(err, blobstore.ErrDamaged); u.st.reading && (damaged || s.Ended) {
+		return and(blobstore.ErrUploadUnknown, err)
+	} else if damaged || s.Ended {
 		var held *session
 		if held, err = u.st.begin(ctx, u.id, false); err == nil { // which would have dropped it: it has been put right
 			held.close()
@@ -71,7 +73,10 @@ func (u *upload) resume(ctx context.Context) error {
 	u.size.Store(r.size)
 	_, err = u.st.Stat(ctx, r.digest)
 	if errors.Is(err, blobstore.ErrNotFound) {
-		err = and(blobstore.ErrUploadUnknown, u.Abort(ctx))
+		err = blobstore.ErrUploadUnknown
+		if !u.st.reading {
+			err = and(err, u.Abort(ctx))
+		}
 	}
 	return err
 }

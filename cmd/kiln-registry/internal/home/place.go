@@ -103,14 +103,16 @@ func private(dir string) error {
 }
 
 // Open opens the store, so that no other process can. What is left out of its refs is told to notify; with acceptLoss
-// those that are damaged are left out too.
-func (p Place) Open(ctx context.Context, notify func(string), acceptLoss bool) (Engine, error) {
+// those that are damaged are left out too. With readOnly nothing in it is changed.
+func (p Place) Open(ctx context.Context, notify func(string), acceptLoss, readOnly bool) (Engine, error) {
 	var e Engine
 	var err error
 	if p.Folder != "" {
-		e, err = fsstore.Open(p.Folder, fsstore.Options{Notify: notify, AcceptLoss: acceptLoss})
+		e, err = fsstore.Open(p.Folder, fsstore.Options{Notify: notify, AcceptLoss: acceptLoss, ReadOnly: readOnly})
 	} else {
-		e, err = s3store.Open(ctx, p.Bucket, s3store.Options{Notify: notify, Exclusive: true, AcceptLoss: acceptLoss})
+		e, err = s3store.Open(ctx, p.Bucket, s3store.Options{
+			Notify: notify, Exclusive: true, AcceptLoss: acceptLoss, ReadOnly: readOnly,
+		})
 	}
 	if err != nil {
 		return nil, p.Explain(err)
