@@ -91,7 +91,7 @@ type EvalRun struct {
 
 // StatementFacts are those of a statement that someone made about other content.
 type StatementFacts struct {
-	Type   string             `json:"type"`            // bind or derived-from
+	Type   string             `json:"type"`            // StatementBind or StatementDerived
 	Target identity.Digest    `json:"target,omitzero"` // the manifest that a bind is about
 	Base   identity.Aggregate `json:"base,omitzero"`   // of a bind: the base that it is bound to
 	From   identity.Aggregate `json:"from,omitzero"`   // of derived-from: the source
@@ -100,6 +100,12 @@ type StatementFacts struct {
 	Reason string             `json:"reason,omitempty"`
 	By     string             `json:"by,omitempty"` // who says so, as they call themselves
 }
+
+// The types of statements.
+const (
+	StatementBind    = "bind"
+	StatementDerived = "derived-from"
+)
 
 // Link is one edge of a lineage.
 type Link struct {

@@ -121,24 +121,31 @@ type Held struct {
 	Digest     identity.Digest `json:"digest"`
 	MediaType  string          `json:"media_type"`
 	Tags       []string        `json:"tags"`
+	MoreTags   bool            `json:"more_tags,omitempty"` // there are others; a listing of artifacts has the first 16
 	Created    time.Time       `json:"created"`
 }
 
 // Binding says to which base an artifact belongs, and on what that rests.
 type Binding struct {
-	Aggregate identity.Aggregate `json:"aggregate_sha256"`
+	Aggregate identity.Aggregate `json:"aggregate_sha256,omitzero"` // absent: no base is known
 	Evidence  Evidence           `json:"evidence"`
-	Held      bool               `json:"held"` // this registry holds that base, and the caller may pull it
+	Source    string             `json:"source,omitempty"` // "statement sha256:…": a bind statement says so, not the artifact
+	Held      bool               `json:"held"`             // this registry holds that base, and the caller may pull it
 }
 
-// Artifact is one artifact made from a base, or a base itself.
+// Artifact is one artifact made from a base, or a base itself. Listings leave out what is long: the manifest has the
+// annotations, and the artifact's own page the facts.
 type Artifact struct {
 	Held
-	Kind         Kind              `json:"kind"` // empty: of no kind that this project knows
-	State        ContentState      `json:"content_state"`
-	ArtifactType string            `json:"artifact_type"`
-	Annotations  map[string]string `json:"annotations,omitempty"`
-	Binding      Binding           `json:"binding,omitzero"` // zero for a base: its own bytes say what it is
+	Kind               Kind              `json:"kind"` // empty: of no kind that this project knows
+	State              ContentState      `json:"content_state"`
+	ArtifactType       string            `json:"artifact_type"`
+	Name               string            `json:"name,omitempty"` // what the artifact calls itself; a label, no identity
+	Annotations        map[string]string `json:"annotations,omitempty"`
+	AnnotationsOmitted bool              `json:"annotations_omitted,omitempty"` // they have more than 2 KiB
+	Facts              *Facts            `json:"facts,omitempty"`
+	FactsOmitted       bool              `json:"facts_omitted,omitempty"` // they have more than 4 KiB
+	Binding            Binding           `json:"binding,omitzero"`        // zero for a base: its own bytes say what it is
 }
 
 // ArtifactList is the answer of GET /v1/bases/{aggregate}/artifacts.

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"cmp"
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"slices"
@@ -26,18 +27,18 @@ func (ix *Index) Apply(ctx context.Context, ops ...Op) error {
 		}
 	}
 	return ix.kv.Update(ctx, func(x Txn) error {
-		t := tx{x}
+		c := &change{tx: tx{x}}
 		for _, o := range ops {
 			if n, ok := o.(numbered); ok {
-				if err := t.raise(n.number()); err != nil {
+				if err := c.raise(n.number()); err != nil {
 					return err
 				}
 			}
-			if err := o.apply(t); err != nil {
+			if err := o.apply(c); err != nil {
 				return err
 			}
 		}
-		return nil
+		return c.relist()
 	})
 }
 
@@ -120,6 +121,9 @@ func (o PutManifest) check() error {
 			return err
 		}
 	}
+	if err := o.checkSays(); err != nil {
+		return err
+	}
 	if int64(len(o.Manifest)) != o.Size || identity.Sum(o.Manifest) != o.Digest {
 		return fmt.Errorf("%s is not the digest of the %d manifest bytes", o.Digest, len(o.Manifest))
 	}
@@ -135,7 +139,36 @@ func (o PutManifest) check() error {
 	return nil
 }
 
-func (o PutManifest) apply(t tx) error {
+// What a record says of an artifact is bounded.
+const (
+	maxName  = 1 << 10  // bytes
+	maxFacts = 64 << 10 // bytes
+	maxLinks = 256
+)
+
+// checkSays checks what an artifact says of itself.
+func (r Record) checkSays() error {
+	switch {
+	case len(r.Name) > maxName:
+		return fmt.Errorf("name %.40q… has more than %d bytes", r.Name, maxName)
+	case len(r.Facts) > maxFacts:
+		return fmt.Errorf("facts have %d bytes, more than %d", len(r.Facts), maxFacts)
+	case len(r.Facts) > 0 && !json.Valid(r.Facts):
+		return errors.New("facts are no JSON")
+	case len(r.Links) > maxLinks:
+		return fmt.Errorf("%d links, more than %d", len(r.Links), maxLinks)
+	case !r.BoundBy.IsZero() || r.Relation != "":
+		return errors.New("a record of a listing can't be put")
+	}
+	for _, l := range r.Links {
+		if err := cmp.Or(checkText("relation", l.Relation), checkDigest(l.Target)); err != nil {
+			return fmt.Errorf("link: %w", err)
+		}
+	}
+	return nil
+}
+
+func (o PutManifest) apply(t *change) error {
 	gone, err := t.number(manifestGoneKey(o.Repo, o.Digest))
 	if err != nil || o.Seq <= gone {
 		return err
@@ -144,20 +177,22 @@ func (o PutManifest) apply(t tx) error {
 	if err != nil || held && o.Seq <= old.Seq {
 		return err
 	}
+	if err := t.touch(o.Repo, o.Digest); err != nil {
+		return err
+	}
 	if held {
-		if err := t.unlist(old); err != nil {
+		if err := t.unbind(old); err != nil {
 			return err
 		}
 	} else if err := cmp.Or(t.hold(o), t.list(o.Repo, o.Digest, o.Lists)); err != nil {
 		return err
 	}
+	o.Links = sortedLinks(o.Links)
 	if err := t.store(manifestKey(o.Repo, o.Digest, partRecord), encodeRecord(o.Record)); err != nil {
 		return err
 	}
-	for _, k := range o.listings() {
-		if err := t.mark(k); err != nil {
-			return err
-		}
+	if err := t.bind(o.Record); err != nil {
+		return err
 	}
 	return t.refer(o.Repo, o.Digest, old.Seq, o.Seq, o.Refers)
 }
@@ -235,13 +270,13 @@ func sorted(ds []identity.Digest) []identity.Digest {
 	return slices.Compact(ds)
 }
 
-func (t tx) unlist(r Record) error {
-	for _, k := range r.listings() {
-		if err := t.Delete(k); err != nil {
-			return err
-		}
-	}
-	return nil
+// sortedLinks returns links in order of relation and target, each once.
+func sortedLinks(links []Link) []Link {
+	links = slices.Clone(links)
+	slices.SortFunc(links, func(a, b Link) int {
+		return cmp.Or(cmp.Compare(a.Relation, b.Relation), a.Target.Compare(b.Target))
+	})
+	return slices.Compact(links)
 }
 
 // refer makes refers the digests that a manifest refers to, in place of those it had. Their rows have the number of the
@@ -292,7 +327,7 @@ func (o DeleteManifest) check() error {
 
 // The number of a manifest's last delete is kept for good: a tag that was put before it stays gone, in whatever order
 // the put of the tag, the delete and a later put of the manifest arrive.
-func (o DeleteManifest) apply(t tx) error {
+func (o DeleteManifest) apply(t *change) error {
 	gone, err := t.number(manifestGoneKey(o.Repo, o.Digest))
 	if err != nil || o.Seq <= gone {
 		return err
@@ -307,7 +342,7 @@ func (o DeleteManifest) apply(t tx) error {
 	if err != nil || !held || old.Seq > o.Seq {
 		return err
 	}
-	if err := t.unlist(old); err != nil {
+	if err := cmp.Or(t.touch(o.Repo, o.Digest), t.unbind(old)); err != nil {
 		return err
 	}
 	if err := t.refer(o.Repo, o.Digest, old.Seq, 0, nil); err != nil {
@@ -322,7 +357,7 @@ func (o DeleteManifest) apply(t tx) error {
 	return t.release(o.Repo, o.Digest)
 }
 
-func (t tx) dropTagsOf(o DeleteManifest) error {
+func (t *change) dropTagsOf(o DeleteManifest) error {
 	for _, tag := range t.tagsOf(o.Repo, o.Digest) {
 		was, err := t.tag(o.Repo, tag)
 		if err != nil {
@@ -361,9 +396,9 @@ func (t tx) tag(repo, tag string) (v tagValue, err error) {
 }
 
 // dropTag removes a tag; what was put up to seq stays gone.
-func (t tx) dropTag(repo, tag string, was tagValue, seq uint64) error {
+func (t *change) dropTag(repo, tag string, was tagValue, seq uint64) error {
 	if !was.digest.IsZero() {
-		if err := t.Delete(manifestKey(repo, was.digest, partTag).rest(tag)); err != nil {
+		if err := cmp.Or(t.touch(repo, was.digest), t.Delete(manifestKey(repo, was.digest, partTag).rest(tag))); err != nil {
 			return err
 		}
 		if err := t.Delete(tagKey(repo, tag)); err != nil {
@@ -384,7 +419,7 @@ func (o PutTag) check() error {
 	return cmp.Or(checkName(o.Repo, o.Seq), checkTag(o.Tag), checkDigest(o.Digest))
 }
 
-func (o PutTag) apply(t tx) error {
+func (o PutTag) apply(t *change) error {
 	was, err := t.tag(o.Repo, o.Tag)
 	if err != nil || o.Seq <= was.seq {
 		return err
@@ -396,8 +431,12 @@ func (o PutTag) apply(t tx) error {
 	if o.Seq <= gone {
 		return t.dropTag(o.Repo, o.Tag, was, o.Seq)
 	}
+	if err := t.touch(o.Repo, o.Digest); err != nil {
+		return err
+	}
 	if !was.digest.IsZero() {
-		if err := t.Delete(manifestKey(o.Repo, was.digest, partTag).rest(o.Tag)); err != nil {
+		old := manifestKey(o.Repo, was.digest, partTag).rest(o.Tag)
+		if err := cmp.Or(t.touch(o.Repo, was.digest), t.Delete(old)); err != nil {
 			return err
 		}
 	} else if err := t.Delete(tagGoneKey(o.Repo, o.Tag)); err != nil {
@@ -411,7 +450,7 @@ func (o PutTag) apply(t tx) error {
 
 func (o DeleteTag) check() error { return cmp.Or(checkName(o.Repo, o.Seq), checkTag(o.Tag)) }
 
-func (o DeleteTag) apply(t tx) error {
+func (o DeleteTag) apply(t *change) error {
 	was, err := t.tag(o.Repo, o.Tag)
 	if err != nil || o.Seq <= was.seq {
 		return err
@@ -421,7 +460,7 @@ func (o DeleteTag) apply(t tx) error {
 
 func (o Checkpoint) check() error { return nil }
 
-func (o Checkpoint) apply(t tx) error {
+func (o Checkpoint) apply(t *change) error {
 	n, err := t.number(stateKey(stateCheckpoint))
 	if err != nil || o.Position <= n {
 		return err
@@ -431,7 +470,7 @@ func (o Checkpoint) apply(t tx) error {
 
 func (o Note) check() error { return checkText("name of a note", o.Name) }
 
-func (o Note) apply(t tx) error {
+func (o Note) apply(t *change) error {
 	if len(o.Value) == 0 {
 		return t.Delete(stateKey(stateNote + o.Name))
 	}

@@ -15,7 +15,7 @@ func (o LinkBlob) check() error {
 	return cmp.Or(checkText("repository", o.Repo), checkDigest(o.Digest), checkTime("until", o.Until))
 }
 
-func (o LinkBlob) apply(t tx) error {
+func (o LinkBlob) apply(t *change) error {
 	k := leaseKey(o.Digest, o.Repo)
 	was, found, err := t.lease(k)
 	if err != nil || found && !was.until.Before(o.Until) {
@@ -45,7 +45,7 @@ func (o UnlinkBlob) check() error {
 	return cmp.Or(checkText("repository", o.Repo), checkDigest(o.Digest))
 }
 
-func (o UnlinkBlob) apply(t tx) error {
+func (o UnlinkBlob) apply(t *change) error {
 	if t.any(blobKey(o.Digest, o.Repo)) {
 		return fmt.Errorf("unlink %s from %s: %w", o.Digest, o.Repo, ErrReferred)
 	}
@@ -218,7 +218,7 @@ func (o PutUpload) check() error {
 	return cmp.Or(checkText("upload id", o.ID), checkText("repository", o.Repo), checkTime("expires", o.Expires))
 }
 
-func (o PutUpload) apply(t tx) error {
+func (o PutUpload) apply(t *change) error {
 	if err := (DeleteUpload{o.ID}).apply(t); err != nil {
 		return err
 	}
@@ -230,7 +230,7 @@ func (o PutUpload) apply(t tx) error {
 
 func (o DeleteUpload) check() error { return checkText("upload id", o.ID) }
 
-func (o DeleteUpload) apply(t tx) error {
+func (o DeleteUpload) apply(t *change) error {
 	was, found, err := t.upload(o.ID)
 	if err != nil || !found {
 		return err

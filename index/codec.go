@@ -1,6 +1,7 @@
 package index
 
 import (
+	"context"
 	"encoding/binary"
 	"fmt"
 	"hash/crc32"
@@ -100,14 +101,17 @@ func (r *reader) count(least int) int {
 	return int(n)
 }
 
-func (r *reader) text() string {
+func (r *reader) text() string { return string(r.bytes()) }
+
+// bytes reads a text without copying it.
+func (r *reader) bytes() []byte {
 	n := r.count(1)
 	if r.bad {
-		return ""
+		return nil
 	}
-	s := string(r.left[:n])
+	b := r.left[:n]
 	r.left = r.left[n:]
-	return s
+	return b
 }
 
 func (r *reader) sum() (d identity.Digest) {
@@ -145,6 +149,13 @@ func encodeRecord(r Record) []byte {
 	b.sum(r.Subject)
 	b.int(int64(r.ShardCount))
 	b.uint(r.TotalSize)
+	b.text(r.Name)
+	b.text(string(r.Facts))
+	b.uint(uint64(len(r.Links)))
+	for _, l := range r.Links {
+		b.text(l.Relation)
+		b.sum(l.Target)
+	}
 	b.uint(uint64(len(r.Annotations)))
 	for _, k := range slices.Sorted(maps.Keys(r.Annotations)) {
 		b.text(k)
@@ -169,6 +180,16 @@ func decodeRecord(repo string, d identity.Digest, data []byte) (Record, error) {
 	rec.Subject = r.sum()
 	rec.ShardCount = int(r.int())
 	rec.TotalSize = r.uint()
+	rec.Name = r.text()
+	if facts := r.text(); facts != "" {
+		rec.Facts = []byte(facts)
+	}
+	if n := r.count(33); n > 0 {
+		rec.Links = make([]Link, n)
+		for i := range rec.Links {
+			rec.Links[i] = Link{r.text(), r.sum()}
+		}
+	}
 	if n := r.count(2); n > 0 {
 		rec.Annotations = make(map[string]string, n)
 		for range n {
@@ -288,4 +309,56 @@ func decodeNumber(data []byte) (uint64, error) {
 	r := reader{left: data}
 	n := r.uint()
 	return n, r.err("number")
+}
+
+// tx is a Txn with the forms of this package's values.
+type tx struct{ Txn }
+
+func (ix *Index) view(ctx context.Context, fn func(tx) error) error {
+	return ix.kv.View(ctx, func(x Txn) error { return fn(tx{x}) })
+}
+
+// load returns the body of a value, nil if there is no such key.
+func (t tx) load(k key) ([]byte, error) {
+	v, err := t.Get(k)
+	if err != nil || v == nil {
+		return nil, err
+	}
+	return unseal(k, v)
+}
+
+func (t tx) store(k key, body []byte) error { return t.Put(k, seal(k, body)) }
+
+// mark puts a row that is only a key.
+func (t tx) mark(k key) error { return t.Put(k, nil) }
+
+func (t tx) has(k key) (bool, error) {
+	v, err := t.Get(k)
+	return v != nil, err
+}
+
+// number loads a number; 0 if there is no such key.
+func (t tx) number(k key) (uint64, error) {
+	b, err := t.load(k)
+	if err != nil || b == nil {
+		return 0, err
+	}
+	return decodeNumber(b)
+}
+
+func (t tx) deleteAll(keys [][]byte) error {
+	for _, k := range keys {
+		if err := t.Delete(k); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// any says whether there is a key with the prefix.
+func (t tx) any(prefix key) bool {
+	for range t.Range(prefix, after(prefix)) {
+		return true
+	}
+	return false
 }

@@ -255,7 +255,7 @@ func questions(t *testing.T, ix *index.Index) (answers []string, err error) {
 	for r, e := range ix.Find(ctx, referrers) {
 		note(r, e)
 	}
-	for r, e := range ix.Bases(ctx, identity.Aggregate{}, nil) {
+	for r, e := range ix.Bases(ctx, identity.Aggregate{}, nil, nil) {
 		note(r, e)
 	}
 	for tag, e := range ix.Tags(ctx, "a", "") {

@@ -7,7 +7,6 @@ import (
 	"errors"
 	"fmt"
 	"iter"
-	"time"
 
 	"github.com/kiln-registry/kiln-registry/api"
 	"github.com/kiln-registry/kiln-registry/identity"
@@ -165,32 +164,25 @@ func (ix *Index) Parents(ctx context.Context, repo string, d identity.Digest) it
 }
 
 // Find yields the records of a query. Records that stay in the index while it is walked, in however many steps, come
-// exactly once; those that are put or deleted meanwhile may come or not. ErrCursor, and an error for a Query that mixes
-// what does not go together.
+// exactly once; those that are put or deleted meanwhile may come or not. Where few of the rows pass the query's filters
+// it looks at all others in between; Records gives up after a while. ErrCursor, and an error for a Query that mixes what
+// does not go together.
 func (ix *Index) Find(ctx context.Context, q Query) iter.Seq2[Record, error] {
-	prefix, err := q.prefix()
-	from := []byte(prefix)
-	if err == nil && q.After != "" {
-		from, err = q.start()
-	}
+	w, from, err := newWalk(q)
 	if err != nil {
 		return func(yield func(Record, error) bool) { yield(Record{}, err) }
 	}
 	return paged(ctx, ix, from, func(t tx, from []byte, p *page[Record]) error {
-		see := onceEach(q.See)
-		return t.walk(from, after(prefix), func(k, _ []byte) ([]byte, error) {
+		return t.walk(from, after(w.prefix), func(k, v []byte) ([]byte, error) {
 			if err := p.step(k); err != nil {
 				return nil, err
 			}
-			row, err := q.row(k)
-			if err != nil {
-				return nil, err
+			r, l, jump, err := w.look(t, k, v)
+			if err != nil || jump != nil || !w.wants(l) {
+				return jump, err
 			}
-			if jump := q.jump(row, see); jump != nil {
-				return jump, nil
-			}
-			r, size, err := t.listed(row)
-			p.add(r, size)
+			rec, size, err := t.recordOf(q, r, l)
+			p.add(rec, size)
 			return nil, err
 		})
 	})
@@ -198,46 +190,78 @@ func (ix *Index) Find(ctx context.Context, q Query) iter.Seq2[Record, error] {
 
 // row is what a key of a listing says.
 type row struct {
-	kind, repo string
-	created    uint64 // inverted
-	digest     identity.Digest
+	group, repo string
+	created     uint64 // inverted
+	digest      identity.Digest
+}
+
+// rowEnd is the length of what every key of a listing ends with: the time and the manifest.
+const rowEnd = 8 + 32
+
+// check refuses what does not go together.
+func (q Query) check() error {
+	byBase := !q.Aggregate.IsZero() || q.Unbound
+	ways := 0
+	for _, is := range []bool{!q.Aggregate.IsZero(), q.Unbound, !q.Target.IsZero(), !q.Subject.IsZero()} {
+		if is {
+			ways++
+		}
+	}
+	switch {
+	case ways > 1:
+		return errors.New("find: want one of an aggregate, what is unbound, a target and a subject")
+	case q.Repo == "" && (ways == 0 || !q.Subject.IsZero()):
+		return errors.New("find: want an aggregate, what is unbound, a target or a repository")
+	case !byBase && (q.Kind != "" || q.Name != ""):
+		return errors.New("find: a kind and a name go with an aggregate or what is unbound only")
+	case q.Aggregate.IsZero() && q.Evidence != "":
+		return errors.New("find: an evidence goes with an aggregate only")
+	case q.Target.IsZero() && q.Relation != "":
+		return errors.New("find: a relation goes with a target only")
+	case q.Subject.IsZero() && q.ArtifactType != "":
+		return errors.New("find: an artifact type goes with a subject only")
+	}
+	return nil
 }
 
 // prefix checks a query and returns that of the keys to walk.
 func (q Query) prefix() (key, error) {
-	byAggregate := !q.Aggregate.IsZero()
-	switch {
-	case !byAggregate && q.Repo == "":
-		return nil, errors.New("find: want an aggregate or a repository")
-	case byAggregate && !q.Subject.IsZero():
-		return nil, errors.New("find: want an aggregate or a subject, not both")
-	case !byAggregate && q.Kind != "":
-		return nil, errors.New("find: a kind goes with an aggregate only")
-	case q.Subject.IsZero() && q.ArtifactType != "":
-		return nil, errors.New("find: an artifact type goes with a subject only")
+	if err := q.check(); err != nil {
+		return nil, err
 	}
+	group := string(q.Kind)
+	var k key
 	switch {
-	case byAggregate && q.Kind != "" && q.Repo != "":
-		return in(tableAggregate).sum(q.Aggregate).text(string(q.Kind)).text(q.Repo), nil
-	case byAggregate && q.Kind != "":
-		return in(tableAggregate).sum(q.Aggregate).text(string(q.Kind)), nil
-	case byAggregate:
-		return in(tableAggregate).sum(q.Aggregate), nil
-	case q.Subject.IsZero():
+	case !q.Target.IsZero():
+		k, group = in(tableLink).sum(q.Target), q.Relation
+	case !q.Subject.IsZero():
+		k = in(tableSubject).text(q.Repo).sum(q.Subject)
+		if q.ArtifactType != "" {
+			k = k.sum(typeSum(q.ArtifactType))
+		}
+		return k, nil
+	case q.Aggregate.IsZero() && !q.Unbound:
 		return in(tableRepo).text(q.Repo), nil
-	case q.ArtifactType == "":
-		return in(tableSubject).text(q.Repo).sum(q.Subject), nil
+	case q.Name != "":
+		k = in(tableName).sum(NameTarget(q.Aggregate, q.Name))
+	default:
+		k = in(tableAggregate).sum(q.Aggregate)
 	}
-	return in(tableSubject).text(q.Repo).sum(q.Subject).sum(typeSum(q.ArtifactType)), nil
+	if group != "" {
+		if k = k.text(group); q.Repo != "" {
+			k = k.text(q.Repo)
+		}
+	}
+	return k, nil
 }
 
 // row reads a key of the table that the query walks.
 func (q Query) row(k []byte) (r row, err error) {
 	p := split(k)
 	switch k[0] {
-	case tableAggregate:
+	case tableAggregate, tableName, tableLink:
 		p.sum()
-		r.kind, r.repo = p.text(), p.text()
+		r.group, r.repo = p.text(), p.text()
 	case tableSubject:
 		r.repo = p.text()
 		p.sum()
@@ -249,20 +273,87 @@ func (q Query) row(k []byte) (r row, err error) {
 	return r, p.err()
 }
 
-// jump returns where to go on when the query does not want a row; nil: it wants it.
-func (q Query) jump(r row, see func(string) bool) []byte {
-	of := in(tableAggregate).sum(q.Aggregate).text(r.kind)
-	switch {
-	case q.Repo != "" && r.repo < q.Repo: // several kinds are walked
-		return of.text(q.Repo)
-	case q.Repo != "" && r.repo > q.Repo:
-		return after(of)
-	case see(r.repo):
-		return nil
-	case q.Aggregate.IsZero():
-		return in(0xff) // the only repository is refused: behind every table
+// walk is a query on its way. It is used by one goroutine.
+type walk struct {
+	Query
+	prefix key
+	see    func(string) bool
+	since  uint64 // inverted; rows of a greater time are older
+}
+
+// newWalk checks a query, and returns where it starts.
+func newWalk(q Query) (w *walk, from []byte, err error) {
+	w = &walk{Query: q, see: onceEach(q.See), since: ^uint64(0)}
+	if w.prefix, err = q.prefix(); err != nil {
+		return nil, nil, err
 	}
-	return after(of.text(r.repo))
+	if !q.Since.IsZero() {
+		if err := checkTime("since", q.Since); err != nil {
+			return nil, nil, fmt.Errorf("find: %w", err)
+		}
+		w.since = ^ordered(q.Since)
+	}
+	if from = w.prefix; q.After != "" {
+		from, err = q.start()
+	}
+	return w, from, err
+}
+
+// look reads a row: what it lists, or where to go on when the query does not want the row and others like it.
+func (w *walk) look(t tx, k, v []byte) (r row, l listed, jump []byte, err error) {
+	if r, err = w.row(k); err != nil {
+		return r, l, nil, err
+	}
+	if jump = w.jump(k, r); jump != nil {
+		return r, l, jump, nil
+	}
+	switch k[0] {
+	case tableAggregate:
+		if v, err = unseal(k, v); err == nil {
+			l, err = decodeListed(v)
+		}
+	case tableName:
+		l, err = t.listedAs(w.Aggregate, r)
+	}
+	return r, l, nil, err
+}
+
+// wants says whether the query wants a row that look returned.
+func (w *walk) wants(l listed) bool {
+	return w.Evidence == "" || string(l.evidence) == string(w.Evidence)
+}
+
+// jump returns where to go on when the query does not want a row; nil: it wants it.
+func (w *walk) jump(k []byte, r row) []byte {
+	grouped := k[0] == tableAggregate || k[0] == tableName || k[0] == tableLink
+	group := key(k[: 34+len(r.group) : 34+len(r.group)]) // of such a key: table, 32 bytes, the group and its zero
+	switch {
+	case grouped && w.Repo != "" && r.repo < w.Repo: // several groups are walked
+		return group.text(w.Repo)
+	case grouped && w.Repo != "" && r.repo > w.Repo:
+		return after(group)
+	case !w.see(r.repo) && !grouped:
+		return in(0xff) // the only repository is refused: behind every table
+	case !w.see(r.repo):
+		return w.pass(group, r.repo)
+	case r.created > w.since:
+		return after(k[:len(k)-rowEnd])
+	}
+	return nil
+}
+
+// pass returns where to go on behind a repository that is not to be seen.
+func (w *walk) pass(group key, repo string) []byte {
+	if w.Next != nil {
+		next, found := w.Next(repo)
+		if !found {
+			return after(group)
+		}
+		if next > repo {
+			return group.text(next)
+		}
+	}
+	return after(group.text(repo))
 }
 
 // onceEach asks see once for a run of rows of one repository.
@@ -279,7 +370,32 @@ func onceEach(see func(string) bool) func(string) bool {
 	}
 }
 
-// listed loads the record of a listing's row, and the size of its value.
+// listedAs loads the row by aggregate of what another listing lists.
+func (t tx) listedAs(a identity.Aggregate, r row) (listed, error) {
+	k := in(tableAggregate).sum(a).text(r.group).text(r.repo).ascending(r.created).sum(r.digest)
+	b, err := t.load(k)
+	if err != nil {
+		return listed{}, err
+	}
+	if b == nil {
+		return listed{}, fmt.Errorf("%w: %s@%s has a name and is not listed", ErrDamaged, r.repo, r.digest)
+	}
+	return decodeListed(b)
+}
+
+// recordOf loads the record of a listing's row, and the size of its value.
+func (t tx) recordOf(q Query, r row, l listed) (Record, int, error) {
+	rec, size, err := t.listed(r)
+	if !q.Target.IsZero() {
+		rec.Relation = r.group
+	}
+	if !l.boundBy.IsZero() {
+		rec.Aggregate, rec.Evidence, rec.BoundBy = q.Aggregate, api.Evidence(l.evidence), l.boundBy
+	}
+	return rec, size, err
+}
+
+// listed loads the record that a row is about, and the size of its value.
 func (t tx) listed(r row) (Record, int, error) {
 	b, err := t.load(manifestKey(r.repo, r.digest, partRecord))
 	if err != nil {
@@ -295,48 +411,71 @@ func (t tx) listed(r row) (Record, int, error) {
 // Cursor returns the After of a query that goes on behind r, a record that q's Find yielded.
 func Cursor(q Query, r Record) string {
 	k := r.repoKey()
-	if !q.Aggregate.IsZero() {
-		k = r.aggregateKey()
-	} else if !q.Subject.IsZero() {
+	switch {
+	case !q.Target.IsZero():
+		k = r.linkKey(Link{r.Relation, q.Target})
+	case !q.Subject.IsZero():
 		k = r.subjectKey()
+	case q.Name != "":
+		k = r.nameKey(q.Aggregate)
+	case !q.Aggregate.IsZero() || q.Unbound:
+		k = r.aggregateKey(q.Aggregate)
 	}
 	return base64.RawURLEncoding.EncodeToString(k)
 }
 
-// start returns the key behind the one that After stands for.
+// start returns the key behind the one that After stands for: a row, or where a walk went on that passed by rows.
 func (q Query) start() ([]byte, error) {
 	k, err := base64.RawURLEncoding.DecodeString(q.After)
 	prefix, _ := q.prefix()
 	if err != nil || len(k) > maxKey || !bytes.HasPrefix(k, prefix) {
 		return nil, fmt.Errorf("%.80q: %w", q.After, ErrCursor)
 	}
-	if _, err := q.row(k); err != nil {
+	if _, err := q.row(k); err != nil && !passedBy(k) {
 		return nil, fmt.Errorf("%.80q: %w", q.After, ErrCursor)
 	}
 	return append(k, 0), nil
 }
 
-// Bases yields the base models of which see lets a manifest be seen (nil: every one), in order of aggregate and after a
-// given one: for each the newest such manifest. It costs one seek per repository that holds the base.
-func (ix *Index) Bases(
-	ctx context.Context, last identity.Aggregate, see func(repo string) bool,
-) iter.Seq2[Record, error] {
-	from := []byte(in(tableAggregate))
-	if !last.IsZero() {
-		from = after(in(tableAggregate).sum(last))
+// passedBy says whether a key has the form of one that jump returns: the first of a repository, or the first behind a
+// repository or a group.
+func passedBy(k []byte) bool {
+	k = bytes.Clone(k)
+	p := split(k)
+	if k[0] == tableSubject {
+		p.text()
+		p.sum()
+		p.sum()
+		return p.err() == nil
 	}
+	if last := &k[len(k)-1]; *last == 1 {
+		*last = 0
+	}
+	p.sum()
+	if p.text(); len(p.left) > 0 {
+		p.text()
+	}
+	return p.err() == nil
+}
+
+// Bases yields the base models of which see lets a manifest be seen (nil: every one), in order of aggregate and after a
+// given one: for each the newest such manifest. See Query for see and next: it costs one seek for each repository that
+// holds the base, or for each answer of next.
+func (ix *Index) Bases(
+	ctx context.Context, last identity.Aggregate, see func(string) bool, next func(string) (string, bool),
+) iter.Seq2[Record, error] {
+	from := after(in(tableAggregate).sum(last)) // behind what is unbound, if last is zero
 	return paged(ctx, ix, from, func(t tx, from []byte, p *page[Record]) error {
 		return t.walk(from, after(in(tableAggregate)), func(k, _ []byte) ([]byte, error) {
 			if err := p.step(k); err != nil {
 				return nil, err
 			}
-			parts := split(k)
-			of := in(tableAggregate).sum(parts.sum())
-			bases := append(bytes.Clone(of), key(nil).text(string(api.KindBase))...)
+			a := identity.Aggregate(split(k).sum())
+			of, bases := in(tableAggregate).sum(a), in(tableAggregate).sum(a).text(string(api.KindBase))
 			if bytes.Compare(k, bases) < 0 {
 				return bases, nil
 			}
-			r, found, err := t.newest(bases, onceEach(see), &p.steps)
+			r, found, err := t.newest(Query{Aggregate: a, Kind: api.KindBase, See: see, Next: next}, &p.steps)
 			if err != nil || !found {
 				return after(of), err
 			}
@@ -347,103 +486,109 @@ func (ix *Index) Bases(
 	})
 }
 
-// newest returns the newest row of a listing whose next part is the repository.
-func (t tx) newest(prefix key, see func(string) bool, steps *int) (best row, found bool, err error) {
-	q := Query{}
-	err = t.walk(prefix, after(prefix), func(k, _ []byte) ([]byte, error) {
+// newest returns the newest row that a query for one kind of an aggregate wants.
+func (t tx) newest(q Query, steps *int) (best row, found bool, err error) {
+	w, from, err := newWalk(q)
+	if err != nil {
+		return best, false, err
+	}
+	err = t.walk(from, after(w.prefix), func(k, _ []byte) ([]byte, error) {
 		*steps++
-		r, err := q.row(k)
+		r, err := w.row(k)
 		if err != nil {
 			return nil, err
 		}
-		if see(r.repo) && (!found || r.created < best.created) {
+		if jump := w.jump(k, r); jump != nil {
+			return jump, nil
+		}
+		if !found || r.created < best.created {
 			best, found = r, true
 		}
-		return after(append(bytes.Clone(prefix), key(nil).text(r.repo)...)), nil
+		return after(k[:len(k)-rowEnd]), nil // the others of the repository are older
 	})
 	return best, found, err
 }
 
-// Row is one line of an export. Members that a tag lacks are empty.
-type Row struct {
-	Type         string             `json:"type"` // manifest or tag
-	Repository   string             `json:"repository"`
-	Tag          string             `json:"tag,omitempty"`
-	Digest       identity.Digest    `json:"digest"`
-	Seq          uint64             `json:"seq"`
-	Created      time.Time          `json:"created,omitzero"`
-	MediaType    string             `json:"media_type,omitempty"`
-	Size         int64              `json:"size,omitempty"`
-	ArtifactType string             `json:"artifact_type,omitempty"`
-	Kind         api.Kind           `json:"kind,omitempty"`
-	State        api.ContentState   `json:"content_state,omitempty"`
-	Evidence     api.Evidence       `json:"evidence,omitempty"`
-	Aggregate    identity.Aggregate `json:"aggregate_sha256,omitzero"`
-	ShardCount   int                `json:"shard_count,omitempty"`
-	TotalSize    uint64             `json:"total_size_bytes,omitempty"`
-	Packaging    identity.Digest    `json:"packaging,omitzero"`
-	Subject      identity.Digest    `json:"subject,omitzero"`
-	Annotations  map[string]string  `json:"annotations,omitempty"`
-	Refers       []identity.Digest  `json:"refers,omitempty"` // in order of digest
+var errStop = errors.New("stop the walk")
+
+// walk visits the pairs with from <= key < to. visit returns the key to go on from, nil meaning the next one, which it
+// must not place behind; errStop ends the walk without an error.
+func (t tx) walk(from, to []byte, visit func(k, v []byte) ([]byte, error)) error {
+	for from != nil {
+		at := from
+		from = nil
+		for k, v := range t.Range(at, to) {
+			jump, err := visit(k, v)
+			if err == errStop {
+				return nil
+			}
+			if err != nil {
+				return err
+			}
+			if jump != nil {
+				from = jump
+				break
+			}
+		}
+		if from != nil && to != nil && bytes.Compare(from, to) >= 0 {
+			return nil
+		}
+	}
+	return nil
 }
 
-// Export yields the acknowledged content: all manifests in order of repository and digest, then all tags in order of
-// repository and tag. Two indexes that applied the same changes, in whatever order, yield the same rows. Leases,
-// uploads, counters and the marks of deletes are left out.
-func (ix *Index) Export(ctx context.Context) iter.Seq2[Row, error] {
-	manifests := paged(ctx, ix, in(tableManifest), func(t tx, from []byte, p *page[Row]) error {
-		return t.walk(from, after(in(tableManifest)), func(k, _ []byte) ([]byte, error) {
-			if err := p.step(k); err != nil {
-				return nil, err
-			}
-			repo, d, found, err := recordOf(k)
-			if err == nil && found {
-				var r Row
-				var size int
-				r, size, err = t.exportManifest(repo, d)
-				p.add(r, size)
-			}
-			return after(in(tableManifest).text(repo).sum(d)), err
-		})
-	})
-	tags := paged(ctx, ix, in(tableTag), func(t tx, from []byte, p *page[Row]) error {
-		return t.walk(from, after(in(tableTag)), func(k, v []byte) ([]byte, error) {
-			if err := p.step(k); err != nil {
-				return nil, err
-			}
-			parts := split(k)
-			r := Row{Type: "tag", Repository: parts.text(), Tag: parts.rest()}
-			b, err := unseal(k, v)
+// limits bound one page of a listing, which is read in one transaction, and what is dropped in one.
+type limits struct {
+	rows  int // items
+	bytes int // of their values
+	steps int // keys visited
+}
+
+// page collects the items of one transaction.
+type page[T any] struct {
+	limits limits
+	items  []T
+	bytes  int
+	steps  int
+	next   []byte // where the next page starts; nil: there is none
+}
+
+func (p *page[T]) add(item T, size int) {
+	p.items = append(p.items, item)
+	p.bytes += size
+}
+
+// step counts a visited key; when the page is full it makes k the start of the next one and returns errStop.
+func (p *page[T]) step(k []byte) error {
+	if len(p.items) >= p.limits.rows || p.bytes >= p.limits.bytes || p.steps >= p.limits.steps {
+		p.next = bytes.Clone(k)
+		return errStop
+	}
+	p.steps++
+	return nil
+}
+
+// paged yields the items that read collects, page after page. No transaction is open while the caller has an item.
+func paged[T any](
+	ctx context.Context, ix *Index, from []byte, read func(t tx, from []byte, p *page[T]) error,
+) iter.Seq2[T, error] {
+	return func(yield func(T, error) bool) {
+		for at := from; at != nil; {
+			var p page[T]
+			err := ix.view(ctx, func(t tx) error {
+				p = page[T]{limits: ix.limits}
+				return read(t, at, &p)
+			})
 			if err != nil {
-				return nil, err
+				yield(*new(T), err)
+				return
 			}
-			to, err := decodeTag(b)
-			r.Digest, r.Seq = to.digest, to.seq
-			p.add(r, len(k)+len(v))
-			return nil, err
-		})
-	})
-	return func(yield func(Row, error) bool) {
-		for _, rows := range []iter.Seq2[Row, error]{manifests, tags} {
-			for r, err := range rows {
-				if !yield(r, err) || err != nil {
+			for _, item := range p.items {
+				if !yield(item, nil) {
 					return
 				}
 			}
+			at = p.next
 		}
 	}
-}
-
-func (t tx) exportManifest(repo string, d identity.Digest) (Row, int, error) {
-	r, size, err := t.listed(row{repo: repo, digest: d})
-	if err != nil {
-		return Row{}, 0, err
-	}
-	refers, err := t.refers(repo, d)
-	return Row{
-		Type: "manifest", Repository: r.Repo, Digest: r.Digest, Seq: r.Seq, Created: r.Created, MediaType: r.MediaType,
-		Size: r.Size, ArtifactType: r.ArtifactType, Kind: r.Kind, State: r.State, Evidence: r.Evidence,
-		Aggregate: r.Aggregate, ShardCount: r.ShardCount, TotalSize: r.TotalSize, Packaging: r.Packaging,
-		Subject: r.Subject, Annotations: r.Annotations, Refers: refers,
-	}, size + 32*len(refers), err
 }

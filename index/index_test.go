@@ -108,7 +108,7 @@ func TestOneAggregateManyNames(t *testing.T) {
 		v1, v2 := shards("v1.safetensors"), shards("v2.safetensors")
 		early := adapter("farm/adapters", "before its base", 1, v1.Aggregate)
 		apply(t, ix, early)
-		equal(t, "no base", all(t, ix.Bases(ctx, identity.Aggregate{}, nil)), nil)
+		equal(t, "no base", all(t, ix.Bases(ctx, identity.Aggregate{}, nil, nil)), nil)
 		equal(t, "early", texts(t, ix.Find(ctx, index.Query{Aggregate: v1.Aggregate})),
 			[]string{"farm/adapters:before its base"})
 
@@ -127,7 +127,7 @@ func TestOneAggregateManyNames(t *testing.T) {
 		equal(t, "all of v2", texts(t, ix.Find(ctx, index.Query{Aggregate: v2.Aggregate})),
 			[]string{"farm/adapters:of v2", "old/name:v2"})
 		bases := map[identity.Aggregate]string{}
-		for _, r := range all(t, ix.Bases(ctx, identity.Aggregate{}, nil)) {
+		for _, r := range all(t, ix.Bases(ctx, identity.Aggregate{}, nil, nil)) {
 			bases[r.Aggregate] = r.Annotations["text"]
 		}
 		equal(t, "bases", bases, map[identity.Aggregate]string{v1.Aggregate: "v1 dressed otherwise", v2.Aggregate: "v2"})
@@ -296,7 +296,7 @@ func TestNoTransactionWhileCallerReads(t *testing.T) {
 	}
 	walk(ix.Find(ctx, index.Query{Repo: "a"}), change)
 	walk(ix.Find(ctx, index.Query{Aggregate: a}), change)
-	walk(ix.Bases(ctx, identity.Aggregate{}, nil), change)
+	walk(ix.Bases(ctx, identity.Aggregate{}, nil, nil), change)
 	walk(ix.Tags(ctx, "a", ""), change)
 	walk(ix.Repos(ctx, ""), change)
 	walk(ix.Holders(ctx, identity.Sum([]byte("config")), epoch), change)
@@ -502,7 +502,7 @@ func TestFlatCost(t *testing.T) {
 		"find": func() []index.Record {
 			return all(t, ix.Find(ctx, index.Query{Aggregate: a, Kind: api.KindAdapter, See: see}))
 		},
-		"bases": func() []index.Record { return all(t, ix.Bases(ctx, identity.Aggregate{}, see)) },
+		"bases": func() []index.Record { return all(t, ix.Bases(ctx, identity.Aggregate{}, see, nil)) },
 	} {
 		found := 0
 		cost := c.during(func() { found = len(list()) })
@@ -530,7 +530,7 @@ func TestSteps(t *testing.T) {
 	}
 	none := func(string) bool { return false }
 	equal(t, "find", all(t, ix.Find(t.Context(), index.Query{Aggregate: m.Aggregate, See: none})), nil)
-	equal(t, "bases", len(all(t, ix.Bases(t.Context(), aggregate(""), nil))) <= 1, true)
+	equal(t, "bases", len(all(t, ix.Bases(t.Context(), aggregate(""), nil, nil))) <= 1, true)
 	equal(t, "holders", all(t, ix.Holders(t.Context(), identity.Sum([]byte("leased")), epoch)), nil)
 	if c.most > 62 { // the repositories of one base are looked at together
 		t.Errorf("one view visited %d keys", c.most)

@@ -17,13 +17,15 @@ import (
 // Each page of an engine that a change touches is written anew, so rows that are written together begin alike where
 // they can, or go behind those that were written before.
 const (
-	tableAggregate         = 'a' // aggregate, kind, repo, ~created, manifest
+	tableAggregate         = 'a' // aggregate, kind, repo, ~created, manifest: the JSON of a listing; zero aggregate: unbound
 	tableBlob              = 'b' // blob, repo, number of the put, manifest: the manifest refers to the blob
 	tableContent           = 'c' // manifest, and then one of the parts below
 	tableListed            = 'd' // repo, manifest, index: the index, a manifest too, lists the manifest
 	tableExpiry            = 'e' // until, blob, repo: a lease by the time it ends
+	tableLink              = 'k' // target, relation, repo, ~created, manifest: the manifest links to the target
 	tableLease             = 'l' // blob, repo: size, until
 	tableManifest          = 'm' // repo, manifest, and then one of the parts below
+	tableName              = 'n' // NameTarget, kind, repo, ~created, manifest: those of tableAggregate that have a name
 	tableSequence          = 'q' // repo: no number above it was issued or seen
 	tableRepo              = 'r' // repo, ~created, manifest
 	tableSubject           = 's' // repo, subject, hash of the artifact type, ~created, manifest
@@ -39,7 +41,7 @@ const (
 	stateReset             = "reset" // there while Reset is at work; the last key of all
 	maxText                = 255     // bytes of a text in a key; api.MaxRepoBytes
 	maxKey                 = 1024    // bytes; the longest key has less than two texts, three digests and a time
-	formatVersion     byte = 3
+	formatVersion     byte = 4
 )
 
 // Parts of tableContent, which are the same in every repository, but for the holders.
@@ -49,12 +51,13 @@ const (
 	partHolder                 // repo
 )
 
-// Parts of tableManifest. There may be tags before there is a record.
+// Parts of tableManifest. There may be tags and bindings before there is a record.
 const (
-	partRecord byte = 1 + iota // the first one: listings look no further
-	partRefers                 // the digests that it refers to
-	partTag                    // tag that points to it
-	partLists                  // the digests of the manifests that it lists, of an index
+	partRecord  byte = 1 + iota // the first one: listings look no further
+	partRefers                  // the digests that it refers to
+	partTag                     // tag that points to it
+	partLists                   // the digests of the manifests that it lists, of an index
+	partBinding                 // statement: the aggregate to which that binds it
 )
 
 type key []byte
@@ -135,26 +138,24 @@ func (p *parts) err() error {
 // typeSum stands for an artifact type in keys: types come from clients and may be of any length.
 func typeSum(artifactType string) identity.Digest { return identity.Sum([]byte(artifactType)) }
 
-func (r Record) aggregateKey() key {
-	return in(tableAggregate).sum(r.Aggregate).text(string(r.Kind)).text(r.Repo).newest(r.Created).sum(r.Digest)
+// listing ends a key of a listing.
+func (r Record) listing(k key) key { return k.text(r.Repo).newest(r.Created).sum(r.Digest) }
+
+func (r Record) aggregateKey(a identity.Aggregate) key {
+	return r.listing(in(tableAggregate).sum(a).text(string(r.Kind)))
 }
+
+func (r Record) nameKey(a identity.Aggregate) key {
+	return r.listing(in(tableName).sum(NameTarget(a, r.Name)).text(string(r.Kind)))
+}
+
+func (r Record) linkKey(l Link) key { return r.listing(in(tableLink).sum(l.Target).text(l.Relation)) }
 
 func (r Record) subjectKey() key {
 	return in(tableSubject).text(r.Repo).sum(r.Subject).sum(typeSum(r.ArtifactType)).newest(r.Created).sum(r.Digest)
 }
 
-func (r Record) repoKey() key { return in(tableRepo).text(r.Repo).newest(r.Created).sum(r.Digest) }
-
-func (r Record) listings() []key {
-	keys := []key{r.repoKey()}
-	if !r.Aggregate.IsZero() {
-		keys = append(keys, r.aggregateKey())
-	}
-	if !r.Subject.IsZero() {
-		keys = append(keys, r.subjectKey())
-	}
-	return keys
-}
+func (r Record) repoKey() key { return r.listing(in(tableRepo)) }
 
 // contentKey is that of a part of a manifest's content.
 func contentKey(d identity.Digest, part byte) key { return in(tableContent).sum(d).part(part) }
@@ -164,8 +165,8 @@ func manifestKey(repo string, d identity.Digest, part byte) key {
 	return in(tableManifest).text(repo).sum(d).part(part)
 }
 
-// recordOf reads the key of a row of tableManifest. found is false for the rows of other parts than the record.
-func recordOf(k []byte) (repo string, d identity.Digest, found bool, err error) {
+// recordKeyOf reads the key of a row of tableManifest. found is false for the rows of other parts than the record.
+func recordKeyOf(k []byte) (repo string, d identity.Digest, found bool, err error) {
 	p := split(k)
 	repo, d = p.text(), p.sum()
 	found = p.take(1)[0] == partRecord
@@ -173,6 +174,11 @@ func recordOf(k []byte) (repo string, d identity.Digest, found bool, err error) 
 		p.rest()
 	}
 	return repo, d, found, p.err()
+}
+
+// bindingKey is that of what a statement says about a manifest of its repository.
+func bindingKey(repo string, d, statement identity.Digest) key {
+	return manifestKey(repo, d, partBinding).sum(statement)
 }
 
 func manifestGoneKey(repo string, d identity.Digest) key {

@@ -450,7 +450,7 @@ func (w *world) checkListings(r *rapid.T) {
 	everything, one := func(string) bool { return true }, func(repo string) bool { return repo == "a-b" }
 	for _, see := range []func(string) bool{everything, one} {
 		for _, last := range []identity.Aggregate{{}, worldBases[0].Aggregate, worldBases[1].Aggregate} {
-			equal(r, "bases", all(r, w.ix.Bases(ctx, last, see)), w.model.bases(last, see))
+			equal(r, "bases", all(r, w.ix.Bases(ctx, last, see, nil)), w.model.bases(last, see))
 		}
 	}
 }

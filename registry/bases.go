@@ -34,7 +34,7 @@ func (r *Registry) Bases(ctx context.Context, c access.Caller, after identity.Ag
 	if err != nil {
 		return list, err
 	}
-	for rec, err := range r.ix.Bases(ctx, after, c.Sees) {
+	for rec, err := range r.ix.Bases(ctx, after, c.Sees, c.Next) {
 		if err != nil {
 			return list, err
 		}
@@ -122,7 +122,7 @@ func (r *Registry) Base(
 	if err := c.CheckAnywhere(access.Pull); err != nil {
 		return base, err
 	}
-	q := index.Query{Aggregate: a, Kind: api.KindBase, See: c.Sees, After: after}
+	q := index.Query{Aggregate: a, Kind: api.KindBase, See: c.Sees, Next: c.Next, After: after}
 	at := map[identity.Digest]int{}
 	found, last, one := 0, "", index.Record{}
 	for rec, err := range r.ix.Find(ctx, q) {
@@ -201,7 +201,7 @@ func (r *Registry) newest(
 	d identity.Digest,
 ) (best index.Record, err error) {
 	looked := 0
-	for rec, err := range r.ix.Find(ctx, index.Query{Aggregate: a, Kind: api.KindBase, Repo: repo, See: c.Sees}) {
+	for rec, err := range r.ix.Find(ctx, index.Query{Aggregate: a, Kind: api.KindBase, Repo: repo, See: c.Sees, Next: c.Next}) {
 		if err != nil {
 			return best, err
 		}
@@ -253,7 +253,7 @@ func (r *Registry) Artifacts(
 	if err != nil {
 		return list, err
 	}
-	q := index.Query{Aggregate: a, Kind: aq.Kind, Repo: aq.Repo, See: c.Sees, After: aq.After}
+	q := index.Query{Aggregate: a, Kind: aq.Kind, Repo: aq.Repo, See: c.Sees, Next: c.Next, After: aq.After}
 	size, last := 0, ""
 	for rec, err := range r.ix.Find(ctx, q) {
 		if err != nil {

@@ -1,0 +1,528 @@
+package index
+
+import (
+	"bytes"
+	"context"
+	"encoding/base64"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"iter"
+
+	"github.com/kiln-registry/kiln-registry/api"
+	"github.com/kiln-registry/kiln-registry/identity"
+)
+
+const (
+	// What a row of an aggregate's listing holds at most; api.Artifact repeats these numbers.
+	listedTags        = 16
+	listedAnnotations = 2 << 10 // bytes of names and values
+	listedFacts       = 4 << 10 // bytes
+	listedType        = 255     // bytes of an artifact type; a longer one is cut
+
+	// maxBinds is how many bind statements of one manifest count: those of the lowest digests.
+	maxBinds = 16
+)
+
+// NameTarget is what a Link by name links to: the artifacts that call themselves so and were made from that base.
+func NameTarget(base identity.Aggregate, name string) identity.Digest {
+	return target("kiln.link.name.v1", base, name)
+}
+
+// AggregateTarget is what a Link to a base links to.
+func AggregateTarget(base identity.Aggregate) identity.Digest {
+	return target("kiln.link.base.v1", base, "")
+}
+
+func target(form string, base identity.Aggregate, name string) identity.Digest {
+	text, _ := base.MarshalText() // never fails; empty for the zero aggregate
+	b := append(append(make([]byte, 0, 128), form...), 0)
+	return identity.Sum(append(append(append(b, text...), 0), name...))
+}
+
+// Binding is a base from which a manifest was made, as far as the index knows.
+type Binding struct {
+	Aggregate identity.Aggregate // zero: nothing says which base it is
+	Evidence  api.Evidence
+	BoundBy   identity.Digest // the bind statement that says so, of several the one of the lowest digest; zero: its own
+}
+
+// Bindings returns the bases from which a manifest was made: the one that it says itself, else those that the bind
+// statements of its repository state, in order of statement. None: it is a base, is of no kind, or is not there.
+func (ix *Index) Bindings(ctx context.Context, repo string, d identity.Digest) (found []Binding, err error) {
+	err = ix.view(ctx, func(t tx) error {
+		r, held, err := t.record(repo, d)
+		if err != nil || !held || r.Kind == api.KindBase {
+			return err
+		}
+		found, err = t.bindings(r)
+		return err
+	})
+	return found, err
+}
+
+// bindings returns under which aggregates a record is listed.
+func (t tx) bindings(r Record) (found []Binding, err error) {
+	if !r.Aggregate.IsZero() {
+		return []Binding{{Aggregate: r.Aggregate, Evidence: r.Evidence}}, nil
+	}
+	if r.Kind == api.KindBase {
+		return nil, nil
+	}
+	n, prefix := 0, manifestKey(r.Repo, r.Digest, partBinding)
+	for k, v := range t.Range(prefix, after(prefix)) {
+		b, err := unseal(k, v)
+		if err != nil {
+			return nil, err
+		}
+		base, err := decodeSums(b)
+		if err != nil || len(base) != 1 || len(k) != len(prefix)+32 {
+			return nil, errors.Join(err, fmt.Errorf("%w: malformed binding", ErrDamaged))
+		}
+		said := Binding{identity.Aggregate(base[0]), api.EvidenceAsserted, identity.Digest(k[len(prefix):])}
+		found = addBinding(found, said)
+		if n++; n == maxBinds {
+			break
+		}
+	}
+	if len(found) == 0 && r.Kind != "" {
+		found = []Binding{{Evidence: api.EvidenceNone}}
+	}
+	return found, nil
+}
+
+// addBinding adds a binding unless one to the same base is there.
+func addBinding(found []Binding, b Binding) []Binding {
+	for _, f := range found {
+		if f.Aggregate == b.Aggregate {
+			return found
+		}
+	}
+	return append(found, b)
+}
+
+// bound returns which manifest of its repository a bind statement is about, and from which base it says that was made.
+func (r Record) bound() (target identity.Digest, base identity.Aggregate, ok bool) {
+	if r.Kind != api.KindStatement || len(r.Facts) == 0 {
+		return target, base, false
+	}
+	var f api.Facts
+	if err := json.Unmarshal(r.Facts, &f); err != nil || f.Statement == nil || f.Statement.Type != api.StatementBind {
+		return target, base, false
+	}
+	s := f.Statement
+	return s.Target, s.Base, !s.Target.IsZero() && !s.Base.IsZero()
+}
+
+// change is the transaction of one Apply. At its end the listing rows of all that it touched are made anew, from what
+// they depend on: the record, its tags, and the bind statements about it.
+type change struct {
+	tx
+	touched []touched
+	at      map[name]bool // those of touched
+}
+
+type name struct {
+	repo   string
+	digest identity.Digest
+}
+
+// touched is a manifest and the keys of the listing rows that it had.
+type touched struct {
+	name
+	keys []key
+}
+
+// touch is to be called before what the listing rows of a manifest depend on is changed.
+func (c *change) touch(repo string, d identity.Digest) error {
+	n := name{repo, d}
+	if c.at[n] {
+		return nil
+	}
+	if c.at == nil {
+		c.at = map[name]bool{}
+	}
+	c.at[n] = true
+	r, held, err := c.record(repo, d)
+	if err != nil {
+		return err
+	}
+	var keys []key
+	if held {
+		bindings, err := c.bindings(r)
+		if err != nil {
+			return err
+		}
+		for k := range r.listings(bindings) {
+			keys = append(keys, k)
+		}
+	}
+	c.touched = append(c.touched, touched{n, keys})
+	return nil
+}
+
+// bind adds what a bind statement says to its target, which may not be there yet.
+func (c *change) bind(r Record) error {
+	target, base, ok := r.bound()
+	if !ok {
+		return nil
+	}
+	if err := c.touch(r.Repo, target); err != nil {
+		return err
+	}
+	return c.store(bindingKey(r.Repo, target, r.Digest), encodeSums([]identity.Digest{identity.Digest(base)}))
+}
+
+// unbind takes back what bind added.
+func (c *change) unbind(r Record) error {
+	target, _, ok := r.bound()
+	if !ok {
+		return nil
+	}
+	if err := c.touch(r.Repo, target); err != nil {
+		return err
+	}
+	return c.Delete(bindingKey(r.Repo, target, r.Digest))
+}
+
+// relist makes the listing rows of what was touched anew.
+func (c *change) relist() error {
+	for _, was := range c.touched {
+		if err := c.relistOne(was); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (c *change) relistOne(was touched) error {
+	old := make(map[string]bool, len(was.keys))
+	for _, k := range was.keys {
+		old[string(k)] = true
+	}
+	r, held, err := c.record(was.repo, was.digest)
+	if err != nil {
+		return err
+	}
+	var bindings []Binding
+	if held {
+		if bindings, err = c.bindings(r); err != nil {
+			return err
+		}
+	}
+	var tags []string
+	var more bool
+	if len(bindings) > 0 {
+		tags, more = c.someTags(r.Repo, r.Digest)
+	}
+	for k, b := range r.listings(bindings) {
+		had := old[string(k)]
+		delete(old, string(k))
+		var value []byte
+		if b != nil {
+			body, err := encodeListed(r, *b, tags, more)
+			if err != nil {
+				return err
+			}
+			value = seal(k, body)
+		}
+		if err := c.replace(k, value, had); err != nil {
+			return err
+		}
+	}
+	for _, k := range was.keys {
+		if !old[string(k)] {
+			continue
+		}
+		if err := c.Delete(k); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// replace puts a row unless it is there as it is to be.
+func (c *change) replace(k key, value []byte, had bool) error {
+	if had {
+		is, err := c.Get(k)
+		if err != nil || is != nil && bytes.Equal(is, value) {
+			return err
+		}
+	}
+	return c.Put(k, value)
+}
+
+// someTags returns the first tags that point to a manifest, and whether there are others.
+func (t tx) someTags(repo string, d identity.Digest) (tags []string, more bool) {
+	tags = []string{}
+	prefix := manifestKey(repo, d, partTag)
+	for k := range t.Range(prefix, after(prefix)) {
+		if len(tags) == listedTags {
+			return tags, true
+		}
+		tags = append(tags, string(k[len(prefix):]))
+	}
+	return tags, false
+}
+
+// listings yields the keys of the listing rows of a record. Those by aggregate, under which its bindings list it, have a
+// value, and come with their binding.
+func (r Record) listings(bindings []Binding) iter.Seq2[key, *Binding] {
+	return func(yield func(key, *Binding) bool) {
+		if r.Repo == "" || !yield(r.repoKey(), nil) {
+			return
+		}
+		if !r.Subject.IsZero() && !yield(r.subjectKey(), nil) {
+			return
+		}
+		for i, b := range bindings {
+			if !yield(r.aggregateKey(b.Aggregate), &bindings[i]) {
+				return
+			}
+			if r.Name != "" && !yield(r.nameKey(b.Aggregate), nil) {
+				return
+			}
+		}
+		for _, l := range r.Links {
+			if !yield(r.linkKey(l), nil) {
+				return
+			}
+		}
+	}
+}
+
+// wireArtifact is api.Artifact with facts that are encoded already. Its JSON ends with notHeld if it has a binding.
+type wireArtifact struct {
+	api.Held
+	Kind               api.Kind          `json:"kind"`
+	State              api.ContentState  `json:"content_state"`
+	ArtifactType       string            `json:"artifact_type"`
+	Name               string            `json:"name,omitempty"`
+	Annotations        map[string]string `json:"annotations,omitempty"`
+	AnnotationsOmitted bool              `json:"annotations_omitted,omitempty"`
+	Facts              json.RawMessage   `json:"facts,omitempty"`
+	FactsOmitted       bool              `json:"facts_omitted,omitempty"`
+	Binding            *api.Binding      `json:"binding,omitempty"`
+}
+
+const (
+	notHeld = `false}}`
+	isHeld  = `true}}`
+)
+
+func wireOf(r Record, b Binding, tags []string, more bool) wireArtifact {
+	a := wireArtifact{
+		Held: api.Held{Repository: r.Repo, Digest: r.Digest, MediaType: r.MediaType, Tags: tags, MoreTags: more,
+			Created: r.Created},
+		Kind: r.Kind, State: r.State, ArtifactType: r.ArtifactType[:min(listedType, len(r.ArtifactType))], Name: r.Name,
+	}
+	size := 0
+	for k, v := range r.Annotations {
+		size += len(k) + len(v)
+	}
+	if a.AnnotationsOmitted = size > listedAnnotations; !a.AnnotationsOmitted {
+		a.Annotations = r.Annotations
+	}
+	if a.FactsOmitted = len(r.Facts) > listedFacts; !a.FactsOmitted {
+		a.Facts = r.Facts
+	}
+	if r.Kind != api.KindBase {
+		a.Binding = &api.Binding{Aggregate: b.Aggregate, Evidence: b.Evidence}
+		if !b.BoundBy.IsZero() {
+			a.Binding.Source = "statement " + b.BoundBy.String()
+		}
+	}
+	return a
+}
+
+// listed is the value of a row by aggregate. JSON is that of an api.Artifact; where Binds is set it lacks the end, which
+// is notHeld or isHeld.
+type listed struct {
+	evidence []byte
+	boundBy  identity.Digest
+	binds    bool
+	json     []byte
+}
+
+// Flags of a listed.
+const (
+	flagBinds = 1 << iota
+	flagBoundBy
+)
+
+func encodeListed(r Record, binding Binding, tags []string, more bool) ([]byte, error) {
+	text, err := json.Marshal(wireOf(r, binding, tags, more))
+	if err != nil {
+		return nil, fmt.Errorf("list %s@%s: %w", r.Repo, r.Digest, err)
+	}
+	flags := uint64(0)
+	if r.Kind != api.KindBase {
+		flags, text = flags|flagBinds, bytes.TrimSuffix(text, []byte(notHeld))
+	}
+	if !binding.BoundBy.IsZero() {
+		flags |= flagBoundBy
+	}
+	b := make(body, 0, len(text)+64)
+	b.uint(flags)
+	b.text(string(binding.Evidence))
+	if flags&flagBoundBy != 0 {
+		b.sum(binding.BoundBy)
+	}
+	return append(b, text...), nil
+}
+
+// decodeListed reads a value without copying it.
+func decodeListed(data []byte) (l listed, err error) {
+	r := reader{left: data}
+	flags := r.uint()
+	l.evidence = r.bytes()
+	if flags&flagBoundBy != 0 {
+		l.boundBy = r.sum()
+	}
+	if r.bad || flags > flagBinds|flagBoundBy {
+		return listed{}, fmt.Errorf("%w: malformed listing", ErrDamaged)
+	}
+	l.binds, l.json = flags&flagBinds != 0, r.left
+	return l, nil
+}
+
+// appendTo appends the JSON of the artifact.
+func (l listed) appendTo(b []byte, held bool) []byte {
+	b = append(b, l.json...)
+	switch {
+	case !l.binds:
+		return b
+	case held:
+		return append(b, isHeld...)
+	}
+	return append(b, notHeld...)
+}
+
+const (
+	// maxPageBytes ends a page before it has the rows that were asked for.
+	maxPageBytes = 4 << 20
+	// maxExamined is how many rows are looked at for one page, in steps that are transactions of their own: a filter that
+	// few rows pass ends it early.
+	maxExamined = 16
+)
+
+// Page is a page of a listing.
+type Page struct {
+	JSON []byte // the api.Artifact values as JSON, with commas between
+	Rows int    // how many they are
+	Held bool   // the query's See lets a base of the query's Aggregate be seen
+	Next string // After of the following page; empty: there is none
+}
+
+// Listing appends a page of up to n artifacts of an Aggregate or Unbound query to buf, as JSON. Where its bytes or the
+// rows that were looked at are many the page ends early, even with no row, and has a Next: so only an empty Next says
+// that there is no more. Rows that stay in the index from the first page to the last come exactly once. ErrCursor.
+func (ix *Index) Listing(ctx context.Context, q Query, n int, buf []byte) (p Page, err error) {
+	if q.Aggregate.IsZero() && !q.Unbound {
+		return p, errors.New("listing: want an aggregate, or what is unbound")
+	}
+	p.JSON = buf
+	if !q.Aggregate.IsZero() {
+		if p.Held, err = ix.Holds(ctx, q.Aggregate, q.See, q.Next); err != nil {
+			return p, err
+		}
+	}
+	p.Next, err = ix.page(ctx, q, n, func(_ tx, _ row, l listed) (int, error) {
+		before := len(p.JSON)
+		if p.Rows++; p.Rows > 1 {
+			p.JSON = append(p.JSON, ',')
+		}
+		p.JSON = l.appendTo(p.JSON, p.Held)
+		return len(p.JSON) - before, nil
+	})
+	return p, err
+}
+
+// Records is Listing for any query, with records as Find yields them.
+func (ix *Index) Records(ctx context.Context, q Query, n int) (records []Record, next string, err error) {
+	next, err = ix.page(ctx, q, n, func(t tx, r row, l listed) (int, error) {
+		rec, size, err := t.recordOf(q, r, l)
+		records = append(records, rec)
+		return size, err
+	})
+	return records, next, err
+}
+
+// page has take read up to n rows of a query, and returns where the next page starts.
+func (ix *Index) page(ctx context.Context, q Query, n int, take func(tx, row, listed) (int, error)) (string, error) {
+	w, from, err := newWalk(q)
+	if err != nil {
+		return "", err
+	}
+	rows, size := 0, 0
+	var at []byte // everything up to it is done
+	for tries := 1; ; tries++ {
+		steps, full := 0, false
+		var next []byte
+		err := ix.view(ctx, func(t tx) error {
+			return t.walk(from, after(w.prefix), func(k, v []byte) ([]byte, error) {
+				if steps == ix.limits.steps {
+					next = bytes.Clone(k)
+					return nil, errStop
+				}
+				steps++
+				r, l, jump, err := w.look(t, k, v)
+				switch {
+				case err != nil:
+					return nil, err
+				case jump != nil:
+					at = jump
+					return jump, nil
+				case !w.wants(l):
+				case rows == n || rows > 0 && size >= maxPageBytes:
+					full = true
+					return nil, errStop
+				default:
+					more, err := take(t, r, l)
+					if err != nil {
+						return nil, err
+					}
+					rows, size = rows+1, size+more
+				}
+				at = bytes.Clone(k)
+				return nil, nil
+			})
+		})
+		switch {
+		case err != nil:
+			return "", err
+		case full || next != nil && tries == maxExamined:
+			return base64.RawURLEncoding.EncodeToString(at), nil
+		case next == nil:
+			return "", nil
+		}
+		from = next
+	}
+}
+
+// Holds says whether see lets a base of the aggregate be seen. See Query for see and next, which may be nil.
+func (ix *Index) Holds(
+	ctx context.Context, a identity.Aggregate, see func(string) bool, next func(string) (string, bool),
+) (bool, error) {
+	w, from, err := newWalk(Query{Aggregate: a, Kind: api.KindBase, See: see, Next: next})
+	if err != nil {
+		return false, err
+	}
+	found := paged(ctx, ix, from, func(t tx, from []byte, p *page[struct{}]) error {
+		return t.walk(from, after(w.prefix), func(k, v []byte) ([]byte, error) {
+			if err := p.step(k); err != nil {
+				return nil, err
+			}
+			_, _, jump, err := w.look(t, k, v)
+			if err != nil || jump != nil {
+				return jump, err
+			}
+			p.add(struct{}{}, 0)
+			return nil, errStop
+		})
+	})
+	for _, err := range found {
+		return err == nil, err
+	}
+	return false, nil
+}
