@@ -3,6 +3,7 @@ package prune
 import (
 	"cmp"
 	"context"
+	"encoding/json"
 	"fmt"
 	"net/url"
 	"slices"
@@ -21,7 +22,7 @@ import (
 
 // Retention says which manifests may go: in each of some repositories those of a kind, but the newest of each name. A
 // manifest that a tag names, that an index of its repository lists, or that another manifest of any repository refers
-// to never goes, nor a base of which anything is known to be made.
+// to, by its subject or by what its documents name, never goes, nor a base of which anything is known to be made.
 type Retention struct {
 	Repos  []string // globs of repositories, as in the rules of access
 	Kind   api.Kind
@@ -180,7 +181,45 @@ func (r *retaining) isOld(rec index.Record, seen map[string]int) bool {
 }
 
 // nameOf returns what a manifest calls itself, or nothing.
-func nameOf(rec index.Record) string { return rec.Annotations[v1.AnnotationTitle] }
+func nameOf(rec index.Record) string { return cmp.Or(rec.Name, rec.Annotations[v1.AnnotationTitle]) }
+
+// contents are the digests by which others may link to an artifact: its manifest's, and its weights'.
+func contents(rec index.Record) ([]identity.Digest, error) {
+	all := []identity.Digest{rec.Digest}
+	if len(rec.Facts) == 0 {
+		return all, nil
+	}
+	var f api.Facts
+	if err := json.Unmarshal(rec.Facts, &f); err != nil {
+		return nil, fmt.Errorf("%w: facts of %s: %w", index.ErrDamaged, rec.Digest, err)
+	}
+	if f.Checkpoint != nil && !f.Checkpoint.Weights.IsZero() {
+		all = append(all, f.Checkpoint.Weights)
+	}
+	if f.Adapter != nil && !f.Adapter.Weights.IsZero() {
+		all = append(all, f.Adapter.Weights)
+	}
+	return all, nil
+}
+
+// linked says what links to an artifact; empty: nothing. Others of its kind count for nothing: they name what it names.
+func (r *retaining) linked(ctx context.Context, rec index.Record) (string, error) {
+	all, err := contents(rec)
+	if err != nil {
+		return "", err
+	}
+	for _, d := range all {
+		for o, err := range r.Index.Find(ctx, index.Query{Target: d}) {
+			if err != nil {
+				return "", err
+			}
+			if o.Kind != rec.Kind {
+				return by(o), nil
+			}
+		}
+	}
+	return "", nil
+}
 
 // repo is called by Hold.
 func (r *retaining) repo(ctx context.Context, repo string) error {
@@ -253,6 +292,9 @@ func (r *retaining) reason(ctx context.Context, rec index.Record) (string, error
 	}
 	for o, err := range r.Index.Find(ctx, index.Query{Repo: rec.Repo, Subject: rec.Digest}) { // since prepare
 		return by(o), err
+	}
+	if why, err = r.linked(ctx, rec); err != nil || why != "" {
+		return why, err
 	}
 	return r.reasonOfBase(ctx, rec)
 }
