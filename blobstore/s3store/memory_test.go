@@ -1,12 +1,16 @@
 package s3store
 
 import (
+	"bytes"
 	"io"
 	"runtime"
 	"runtime/debug"
+	"sync"
 	"testing"
+	"time"
 
 	"github.com/kiln-registry/kiln-registry/blobstore"
+	"github.com/kiln-registry/kiln-registry/blobstore/s3store/bucket"
 	"github.com/kiln-registry/kiln-registry/identity"
 )
 
@@ -108,4 +112,109 @@ type largest struct {
 func (l *largest) Write(b []byte) (int, error) {
 	l.total, l.most = l.total+int64(len(b)), max(l.most, len(b))
 	return len(b), nil
+}
+
+// TestPartMemory: many uploads at a time come to their end with the memory of few, and take no more.
+func TestPartMemory(t *testing.T) {
+	s := newSite(t)
+	const all = 3 * partOf
+	st := openAt(t, s.direct, Options{PartMemory: all})
+	var wg sync.WaitGroup
+	for n := range 12 {
+		b := noise(uint64(n), []int{3*partOf + 7, partOf / 2, 2 * partOf, 1000}[n%4])
+		wg.Go(func() {
+			how := pushing{named: n%3 == 0}
+			u, err := st.Create(s.ctx, how.hint(identity.Sum(b)), how.size(b))
+			if err == nil {
+				_, err = u.Finish(s.ctx, 0, watched{bytes.NewReader(b), s, st}, identity.Sum(b))
+			}
+			if err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	wg.Wait()
+	if st.memory.left != all || len(st.memory.line) != 0 {
+		t.Errorf("%d bytes of %d are left in the end, %d wait", st.memory.left, all, len(st.memory.line))
+	}
+	s.whole()
+}
+
+// watched looks at each read how much memory the parts have in buffers.
+type watched struct {
+	io.Reader
+	s  *site
+	st *Store
+}
+
+func (w watched) Read(b []byte) (int, error) {
+	w.st.memory.mu.Lock()
+	left := w.st.memory.left
+	w.st.memory.mu.Unlock()
+	if left < 0 {
+		w.s.Errorf("%d bytes too many are taken", -left)
+	}
+	return w.Reader.Read(b)
+}
+
+// TestPartMemoryUsedUp: where uploads that stand still have all the memory, others are told so after a while, keep what
+// they sent, and go on when there is some again. What is small is not in their way.
+func TestPartMemoryUsedUp(t *testing.T) {
+	s := newSite(t)
+	st := openAt(t, s.direct, Options{PartMemory: 2 * partOf, patience: time.Millisecond})
+	var wg sync.WaitGroup
+	var ends []*io.PipeWriter
+	for n := range 2 {
+		b := noise(uint64(n), 2<<20)
+		u, err := st.Create(s.ctx, identity.Digest{}, -1)
+		s.must(err)
+		r, w := io.Pipe()
+		ends = append(ends, w)
+		wg.Go(func() {
+			if _, err := u.Append(s.ctx, 0, r); err != nil {
+				t.Error(err)
+			}
+		})
+		_, err = w.Write(b) // returns when it is read
+		s.must(err)
+	}
+	b, small := noise(9, 3<<20), noise(10, 300<<10)
+	u, err := st.Create(s.ctx, identity.Sum(b), int64(len(b)))
+	s.must(err)
+	_, err = u.Finish(s.ctx, 0, bytes.NewReader(b), identity.Sum(b))
+	s.want("finish without memory", err, blobstore.ErrUnavailable)
+	kept := u.Size()
+	if kept < 500<<10 {
+		t.Errorf("%d bytes are kept", kept)
+	}
+	s.upload(st, small)
+	for _, w := range ends {
+		s.must(w.Close())
+	}
+	wg.Wait()
+	_, err = u.Finish(s.ctx, kept, bytes.NewReader(b[kept:]), identity.Sum(b))
+	s.must(err)
+	s.holds(st, b)
+	s.holds(st, small)
+}
+
+// TestAnnouncedMuch: what is announced takes no memory until it comes.
+func TestAnnouncedMuch(t *testing.T) {
+	s := newSite(t)
+	st := s.past()
+	for _, size := range []int64{1<<63 - 1, bucket.MaxObject + 1} {
+		_, err := st.Create(s.ctx, identity.Digest{}, size)
+		s.want("create", err, blobstore.ErrNoSpace)
+	}
+	used := allocated(func() {
+		for range 8 {
+			u, err := st.Create(s.ctx, identity.Digest{}, bucket.MaxObject)
+			s.must(err)
+			_, err = u.Append(s.ctx, 0, bytes.NewReader(make([]byte, 1000)))
+			s.must(err)
+		}
+	})
+	if used > 8*(pieceSize+connections/4) {
+		t.Errorf("%d bytes were allocated for 8 uploads of 1000 bytes each", used)
+	}
 }

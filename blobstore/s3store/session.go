@@ -75,6 +75,9 @@ type session struct {
 	next []byte // empty: the buffer of the part after this one, when it was used before
 	n    int    // the part that buf will be, counted from 0
 
+	// Of the memory for parts this is taken, for buf and for the other buffer, which is next or the part on its way.
+	taken, takenNext int64
+
 	// While a part is on its way the goroutine that sends it owns these.
 	cur   state // at the end of the last part that is stored, or as it was found
 	saved state // what uploads/ID says
@@ -215,6 +218,8 @@ func (st *Store) take(s *session) error {
 }
 
 func (st *Store) give(s *session) {
+	st.memory.give(s.taken + s.takenNext)
+	s.taken, s.takenNext = 0, 0
 	st.mu.Lock()
 	defer st.mu.Unlock()
 	delete(st.active, s.id)
@@ -232,6 +237,13 @@ func (s *session) load(ctx context.Context, tails bool) error {
 	}
 	if !tails || found.Ended {
 		return nil
+	}
+	whole := s.partSize()
+	if found.Announced >= 0 {
+		whole = min(whole, found.Announced-found.Parted)
+	}
+	if err := s.reserve(ctx, found.Size-found.Parted, whole); err != nil {
+		return err
 	}
 	s.buf = make([]byte, 0, found.Size-found.Parted)
 	for _, t := range found.Tails {
@@ -312,7 +324,7 @@ func (s *session) receive(ctx context.Context, r io.Reader) error {
 		if room == 0 {
 			return atEnd(r, announced)
 		}
-		n, err := s.fill(r, room)
+		n, err := s.fill(ctx, r, room)
 		room -= int64(n)
 		piece := s.buf[len(s.buf)-n:]
 		s.hash.Write(piece)
@@ -340,38 +352,6 @@ func atEnd(r io.Reader, announced int64) error {
 	}
 }
 
-// fill reads a piece into buf, or as much as there is room for in the part or is still to come.
-func (s *session) fill(r io.Reader, room int64) (n int, err error) {
-	want := int(min(pieceSize, room, s.partSize()-int64(len(s.buf))))
-	s.grow(want)
-	n, err = blobstore.Fill(r, s.buf[len(s.buf):len(s.buf)+want])
-	s.buf = s.buf[:len(s.buf)+n]
-	return n, err
-}
-
-// grow makes room for n more bytes in buf. The first part grows with what comes, as an announcement alone must not take
-// memory; those after it take all at once.
-func (s *session) grow(n int) {
-	if cap(s.buf)-len(s.buf) >= n {
-		return
-	}
-	size := s.partSize()
-	if a := s.cur.Announced; a >= 0 {
-		size = min(size, a-s.size.Load()+int64(len(s.buf)))
-	}
-	if s.n == 0 {
-		size = min(size, max(pieceSize, 4*int64(cap(s.buf)), int64(len(s.buf)+n)))
-	}
-	var b []byte
-	switch {
-	case size == s.st.partMin:
-		b = *s.st.parts.Get().(*[]byte)
-	default:
-		b = make([]byte, 0, size)
-	}
-	s.buf = append(b, s.buf...)
-}
-
 // flush begins to send buf if it is a whole part and the upload goes on behind it. It returns false once a part could
 // not be sent.
 func (s *session) flush(ctx context.Context) bool {
@@ -381,19 +361,23 @@ func (s *session) flush(ctx context.Context) bool {
 	if s.wait(); s.failed != nil {
 		return false
 	}
-	b, crc, size := s.buf, s.crc, s.size.Load()
+	if s.st.memory.wanted() { // by others: one buffer must do
+		s.st.memory.give(s.takenNext)
+		s.next, s.takenNext = nil, 0
+	}
+	b, taken, crc, size := s.buf, s.taken, s.crc, s.size.Load()
 	h, err := s.hash.MarshalBinary()
 	if err != nil {
 		s.failed = err
 		return false
 	}
-	s.buf, s.next, s.crc = s.next[:0], nil, 0
+	s.buf, s.taken, s.next, s.takenNext, s.crc = s.next[:0], s.takenNext, nil, 0, 0
 	s.n++
 	done := make(chan error, 1)
 	s.sending = done
 	go func() {
 		err := s.send(context.WithoutCancel(ctx), b, crc, size, h)
-		s.next = b[:0]
+		s.next, s.takenNext = b[:0], taken
 		done <- err
 	}()
 	return true

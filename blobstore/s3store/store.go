@@ -26,6 +26,7 @@ import (
 	"fmt"
 	"hash/crc32"
 	"net/http"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -63,14 +64,28 @@ type Options struct {
 	// ReadOnly leaves everything in the bucket as it is, but for the claim of an owner: nothing that another process left is
 	// tidied up, and every change is blobstore.ErrReadOnly.
 	ReadOnly bool
+	// PartMemory is how many bytes the parts of all uploads have in memory, besides up to a MiB of each. Uploads wait for one
+	// another where it is used up, and are blobstore.ErrUnavailable after half a minute. Zero: DefaultPartMemory.
+	PartMemory int64
 	// Transport, if set, stands between the client and the network. Only tests set it, and Tries.
 	Transport func(http.RoundTripper) http.RoundTripper
 	// Tries is how often a request is made that fails for a reason that may pass. Zero means the usual number.
 	Tries int
 
-	ttl    time.Duration  // instead of OwnerTTL; zero: that
-	limits bucket.Options // but Transport and Tries
+	ttl      time.Duration  // instead of OwnerTTL; zero: that
+	patience time.Duration  // instead of partPatience; zero: that
+	limits   bucket.Options // but Transport and Tries
 }
+
+// DefaultPartMemory is room for 32 parts of the usual size: a push of a large blob uses two where it can, and one where
+// others need the rest.
+const DefaultPartMemory = 512 << 20
+
+// uncounted is what the buffer of an upload may have besides: most blobs that are no weights need no more.
+const uncounted = 1 << 20
+
+// partPatience is how long an upload waits for memory.
+const partPatience = 30 * time.Second
 
 // Store is a store in a bucket. It implements blobstore.Store, Uploads, Refs, Quarantine, Sweeper and
 // Losses.
@@ -84,8 +99,10 @@ type Store struct {
 	closed      atomic.Bool
 	pieces      sync.Pool // *[pieceSize]byte
 	parts       sync.Pool // *[]byte of partMin
-	partMin     int64     // smallest size of a part but the last; less in tests
-	saveEvery   int64     // bytes
+	memory      memory    // for parts
+	patience    time.Duration
+	partMin     int64 // smallest size of a part but the last; less in tests
+	saveEvery   int64 // bytes
 
 	mu     sync.Mutex // guards active, ended and aside
 	active map[string]*session
@@ -245,7 +262,10 @@ func Open(ctx context.Context, c Config, o Options) (*Store, error) {
 	st := &Store{
 		b: b, notify: o.Notify, active: map[string]*session{}, ended: map[string]*receipt{},
 		aside: map[identity.Digest]note{}, partMin: partMin, saveEvery: saveEvery, reading: o.ReadOnly,
+		patience: cmp.Or(o.patience, partPatience),
 	}
+	st.memory.all = cmp.Or(o.PartMemory, DefaultPartMemory)
+	st.memory.left = st.memory.all
 	if st.notify == nil {
 		st.notify = func(string) {}
 	}
@@ -317,6 +337,77 @@ func (st *Store) probe(ctx context.Context, m bucket.Object) (bool, error) {
 		}
 	}
 	return true, nil
+}
+
+// memory is a number of bytes that are shared out in the order in which they were asked for.
+type memory struct {
+	all int64
+
+	mu   sync.Mutex
+	left int64
+	line []*turn
+}
+
+// turn is somebody who waits.
+type turn struct {
+	n    int64
+	come chan struct{}
+}
+
+// take waits for n bytes for a while, or not at all, and says whether it has them.
+func (m *memory) take(ctx context.Context, n int64, patience time.Duration) bool {
+	m.mu.Lock()
+	if len(m.line) == 0 && m.left >= n {
+		m.left -= n
+		m.mu.Unlock()
+		return true
+	}
+	if patience == 0 {
+		m.mu.Unlock()
+		return false
+	}
+	t := &turn{n, make(chan struct{})}
+	m.line = append(m.line, t)
+	m.mu.Unlock()
+	timer := time.NewTimer(patience)
+	defer timer.Stop()
+	select {
+	case <-t.come:
+		return true
+	case <-timer.C:
+	case <-ctx.Done():
+	}
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	at := slices.Index(m.line, t)
+	if at < 0 {
+		return true // just now
+	}
+	m.line = slices.Delete(m.line, at, at+1)
+	m.serve()
+	return false
+}
+
+func (m *memory) give(n int64) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.left += n
+	m.serve()
+}
+
+func (m *memory) serve() {
+	for len(m.line) > 0 && m.line[0].n <= m.left {
+		m.left -= m.line[0].n
+		close(m.line[0].come)
+		m.line = m.line[1:]
+	}
+}
+
+// wanted says whether somebody waits.
+func (m *memory) wanted() bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return len(m.line) > 0
 }
 
 // Lost is closed when another process took the store. It is nil if the store is shared.

@@ -343,6 +343,87 @@ func partSize(n int, announced, smallest int64) int64 {
 // partSize returns how large the part is that is being filled.
 func (s *session) partSize() int64 { return partSize(s.n, s.cur.Announced, s.st.partMin) }
 
+// fill reads a piece into buf, or as much as there is room for in the part or is still to come.
+func (s *session) fill(ctx context.Context, r io.Reader, room int64) (n int, err error) {
+	want := int(min(pieceSize, room, s.partSize()-int64(len(s.buf))))
+	if err := s.grow(ctx, want); err != nil {
+		return 0, err
+	}
+	n, err = blobstore.Fill(r, s.buf[len(s.buf):len(s.buf)+want])
+	s.buf = s.buf[:len(s.buf)+n]
+	return n, err
+}
+
+// grow makes room for n more bytes in buf. The first part grows with what comes, as an announcement alone must not take
+// memory; those after it take all at once. blobstore.ErrUnavailable.
+func (s *session) grow(ctx context.Context, n int) error {
+	if cap(s.buf)-len(s.buf) >= n {
+		return nil
+	}
+	size := s.wholePart()
+	if s.n == 0 {
+		size = min(size, max(pieceSize, 4*int64(cap(s.buf)), int64(len(s.buf)+n)))
+	}
+	if err := s.reserve(ctx, size, s.wholePart()); err != nil {
+		return err
+	}
+	if cap(s.buf)-len(s.buf) >= n { // it was waited for
+		return nil
+	}
+	var b []byte
+	switch {
+	case size == s.st.partMin:
+		b = *s.st.parts.Get().(*[]byte)
+	default:
+		b = make([]byte, 0, size)
+	}
+	s.buf = append(b, s.buf...)
+	return nil
+}
+
+// wholePart returns how much buf will hold at most.
+func (s *session) wholePart() int64 {
+	size := s.partSize()
+	if a := s.cur.Announced; a >= 0 {
+		size = min(size, a-s.size.Load()+int64(len(s.buf)))
+	}
+	return size
+}
+
+// reserve takes memory for buf, which is to hold size bytes, and whole when it is full. Beyond a little it takes at once
+// what the whole needs, so that no upload waits for more while it keeps others waiting. Where there is not enough, the
+// buffer of the part on its way is waited for, or else one of another upload.
+func (s *session) reserve(ctx context.Context, size, whole int64) error {
+	m := &s.st.memory
+	need := min(whole, m.all)
+	if size <= uncounted || s.taken > 0 { // it takes no more for parts that grow a little
+		return nil
+	}
+	if s.sending != nil { // and so buf is empty
+		if m.take(ctx, need, 0) {
+			s.taken = need
+			return nil
+		}
+		if s.wait(); s.failed != nil {
+			return s.failed
+		}
+		s.buf, s.taken, s.next, s.takenNext = s.next[:0], s.takenNext, nil, 0
+		if !m.wanted() && s.taken >= need {
+			return nil
+		}
+		m.give(s.taken) // the others have their turn first
+		s.buf, s.taken = nil, 0
+	}
+	if !m.take(ctx, need, s.st.patience) {
+		if err := ctx.Err(); err != nil {
+			return err
+		}
+		return fmt.Errorf("%w: other uploads use all of the %d bytes of memory for parts", blobstore.ErrUnavailable, m.all)
+	}
+	s.taken = need
+	return nil
+}
+
 // send stores a part, which ends at size where the hash state is h, and now and then saves the state.
 func (s *session) send(ctx context.Context, b []byte, crc uint32, size int64, h []byte) error {
 	if err := s.multipart(ctx); err != nil {
