@@ -48,7 +48,7 @@ func copyStore(ctx context.Context, src, dst home.Place, init bool, stdout, stde
 		return cli.Usagef("SRC and DST are the same store: %s", src)
 	}
 	notify := func(line string) { cli.Warn(stderr, "%s", line) }
-	from, err := src.Open(ctx, notify, false, false)
+	from, err := src.Open(ctx, notify, home.Way{})
 	if errors.Is(err, blobstore.ErrNotStore) {
 		return cli.Hint(err, "SRC must be a store: check its path, or its bucket and prefix")
 	} else if err != nil {
@@ -73,7 +73,7 @@ func openCopy(ctx context.Context, dst home.Place, init bool, notify func(string
 			return nil, err
 		}
 	}
-	return dst.Open(ctx, notify, false, false)
+	return dst.Open(ctx, notify, home.Way{})
 }
 
 // copyShown copies, shows how far it is, and fails if blobs are damaged.

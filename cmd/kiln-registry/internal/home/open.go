@@ -52,8 +52,7 @@ func (p *Parts) Lost() <-chan struct{} {
 
 // Open fails if another process has the store or the state folder.
 func (o Opening) Open(ctx context.Context) (*Parts, error) {
-	st, err := o.Place.Open(ctx, func(line string) { o.Config.Log.Warn(line) }, o.AcceptLoss,
-		o.Config.ReadOnly)
+	st, err := o.Place.Open(ctx, func(line string) { o.Config.Log.Warn(line) }, Way{o.AcceptLoss, o.Config.ReadOnly})
 	if err != nil {
 		return nil, err
 	}

@@ -102,16 +102,21 @@ func private(dir string) error {
 	return disk.Mkdir(0o700, dir)
 }
 
-// Open opens the store, so that no other process can. What is left out of its refs is told to notify; with acceptLoss
-// those that are damaged are left out too. With readOnly nothing in it is changed.
-func (p Place) Open(ctx context.Context, notify func(string), acceptLoss, readOnly bool) (Engine, error) {
+// Way is how a store is opened. The zero Way is the usual one.
+type Way struct {
+	AcceptLoss bool // leave out the refs that are damaged
+	ReadOnly   bool // change nothing
+}
+
+// Open opens the store, so that no other process can. What is left out of its refs is told to notify.
+func (p Place) Open(ctx context.Context, notify func(string), w Way) (Engine, error) {
 	var e Engine
 	var err error
 	if p.Folder != "" {
-		e, err = fsstore.Open(p.Folder, fsstore.Options{Notify: notify, AcceptLoss: acceptLoss, ReadOnly: readOnly})
+		e, err = fsstore.Open(p.Folder, fsstore.Options{Notify: notify, AcceptLoss: w.AcceptLoss, ReadOnly: w.ReadOnly})
 	} else {
 		e, err = s3store.Open(ctx, p.Bucket, s3store.Options{
-			Notify: notify, Exclusive: true, AcceptLoss: acceptLoss, ReadOnly: readOnly,
+			Notify: notify, Exclusive: true, AcceptLoss: w.AcceptLoss, ReadOnly: w.ReadOnly,
 		})
 	}
 	if err != nil {

@@ -144,8 +144,8 @@ func (m *metering) listen() (net.Listener, error) {
 	return listen("--metrics-addr", m.addr)
 }
 
-// serveMetrics serves the metrics on an address of their own; nil: they have none. The caller shuts the server down, and
-// then calls wait.
+// serveMetrics serves the metrics on an address of their own; nil: they have none. The caller shuts the server down,
+// and then calls wait.
 func serveMetrics(l net.Listener, all http.Handler, log *slog.Logger) (server *http.Server, wait func()) {
 	routes := http.NewServeMux()
 	server = newServer(routes, log)

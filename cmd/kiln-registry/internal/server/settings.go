@@ -23,7 +23,8 @@ type configured struct {
 func (c *configured) bind(cmd *cobra.Command) {
 	f := cmd.Flags()
 	f.StringVar(&c.file, settings.Config, "", "YAML file of settings, named like the flags; all else in it is refused")
-	f.BoolVar(&c.print, settings.Print, false, "print each setting and where it came from, as a file for --config; then end")
+	f.BoolVar(&c.print, settings.Print, false,
+		"print each setting and where it came from, as a file for --config; then end")
 }
 
 // start serves with the settings of flags, environment and file, or prints them.
