@@ -16,6 +16,7 @@ func exampleRecord() Record {
 		Repo: "a", Digest: d, MediaType: "m", Size: 1 << 40, ArtifactType: "t",
 		Annotations: map[string]string{"b": "", "a": "1"},
 		Kind:        api.KindBase, State: api.ContentDirect, Aggregate: identity.Aggregate(d), Evidence: api.EvidenceDocument,
+		Name: "n", Facts: []byte(`{"name":"n"}`), Links: []Link{{"adapter", d}, {"receipt", d}},
 		ShardCount: 4096, TotalSize: 1<<64 - 1, Packaging: d, Subject: d, Seq: 1<<64 - 1, Created: time.Unix(0, -1).UTC(),
 	}
 }
@@ -25,6 +26,19 @@ var forms = map[string]func(data []byte) (v any, again []byte, err error){
 	"record": func(data []byte) (any, []byte, error) {
 		r, err := decodeRecord("a", identity.Sum([]byte("x")), data)
 		return r, encodeRecord(r), err
+	},
+	"listed": func(data []byte) (any, []byte, error) {
+		l, err := decodeListed(data)
+		r, b := Record{}, Binding{Evidence: api.Evidence(l.evidence), BoundBy: l.boundBy}
+		if !l.binds {
+			r.Kind = api.KindBase
+		}
+		again, failed := encodeListed(r, b, nil, false)
+		if same, err := decodeListed(again); failed != nil || err != nil || same.binds != l.binds ||
+			string(same.evidence) != string(l.evidence) || same.boundBy != l.boundBy {
+			panic("a listing's value does not read as it was written")
+		}
+		return nil, data, err
 	},
 	"sums": func(data []byte) (any, []byte, error) {
 		v, err := decodeSums(data)
@@ -136,6 +150,7 @@ func FuzzCursor(f *testing.F) {
 	queries := []Query{
 		{Aggregate: r.Aggregate}, {Aggregate: r.Aggregate, Kind: r.Kind},
 		{Aggregate: r.Aggregate, Kind: r.Kind, Repo: r.Repo},
+		{Aggregate: r.Aggregate, Name: r.Name}, {Unbound: true}, {Target: r.Links[0].Target},
 		{Repo: r.Repo}, {Repo: r.Repo, Subject: r.Subject}, {Repo: r.Repo, Subject: r.Subject, ArtifactType: r.ArtifactType},
 	}
 	for _, q := range queries {

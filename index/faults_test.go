@@ -20,12 +20,20 @@ func faultState() []index.Op {
 	two, d := adapter("a", "two", 2, a.Aggregate), identity.Sum([]byte("two"))
 	two.Subject = identity.Sum([]byte("one"))
 	return []index.Op{
-		base("a", "one", 1, a), two, base("b", "one", 1, a),
+		base("a", "one", 1, a), two, base("b", "one", 1, a), loose("a", "loose", 1), bind("a", "says", 2, "loose", a.Aggregate),
 		index.PutTag{Repo: "a", Tag: "v1", Digest: d, Seq: 2}, index.PutTag{Repo: "a", Tag: "v2", Digest: d, Seq: 2},
 		index.LinkBlob{Repo: "a", Digest: identity.Sum([]byte("leased")), Until: epoch.Add(time.Hour)},
 		index.PutUpload{Upload: index.Upload{ID: "open", Repo: "a", Expires: epoch}},
 		index.Checkpoint{Position: 3},
 	}
+}
+
+// loose is an artifact that has a name and links, and no base of its own.
+func loose(repo, text string, seq uint64) index.PutManifest {
+	p := unbound(repo, text, seq)
+	p.Name, p.Facts = "x", []byte(`{"name":"x"}`)
+	p.Links = []index.Link{{Relation: api.RelationParent, Target: identity.Sum([]byte("two"))}}
+	return p
 }
 
 // faultOps are the operations of the grid, each with what it does to faultState.
@@ -38,6 +46,10 @@ func faultOps() map[string][]index.Op {
 		"base elsewhere":   {base("c", "one", 1, a)},
 		"delete":           {index.DeleteManifest{Repo: "a", Digest: d, Seq: 3}},
 		"delete of one":    {index.DeleteManifest{Repo: "b", Digest: identity.Sum([]byte("one")), Seq: 3}},
+		"unbind":           {index.DeleteManifest{Repo: "a", Digest: identity.Sum([]byte("says")), Seq: 3}},
+		"bind again":       {bind("a", "says too", 3, "loose", aggregate("another"))},
+		"delete of bound":  {index.DeleteManifest{Repo: "a", Digest: identity.Sum([]byte("loose")), Seq: 3}},
+		"tag of bound":     {index.PutTag{Repo: "a", Tag: "v3", Digest: identity.Sum([]byte("loose")), Seq: 3}},
 		"new tag":          {index.PutTag{Repo: "a", Tag: "v3", Digest: d, Seq: 3}},
 		"moved tag":        {index.PutTag{Repo: "a", Tag: "v1", Digest: identity.Sum([]byte("one")), Seq: 3}},
 		"deleted tag":      {index.DeleteTag{Repo: "a", Tag: "v1", Seq: 3}},
@@ -251,6 +263,14 @@ func questions(t *testing.T, ix *index.Index) (answers []string, err error) {
 	for r, e := range ix.Find(ctx, index.Query{Aggregate: a}) {
 		note(r, e)
 	}
+	for _, q := range []index.Query{{Aggregate: a}, {Aggregate: a, Name: "x"}, {Unbound: true}} {
+		p, e := ix.Listing(ctx, q, 100, nil)
+		note(string(p.JSON), e)
+	}
+	records, _, e := ix.Records(ctx, index.Query{Target: d}, 100)
+	note(records, e)
+	bindings, e := ix.Bindings(ctx, "a", identity.Sum([]byte("loose")))
+	note(bindings, e)
 	referrers := index.Query{Repo: "a", Subject: identity.Sum([]byte("one")), ArtifactType: api.ArtifactTypeAdapter}
 	for r, e := range ix.Find(ctx, referrers) {
 		note(r, e)

@@ -279,6 +279,7 @@ type walk struct {
 	prefix key
 	see    func(string) bool
 	since  uint64 // inverted; rows of a greater time are older
+	hidden bool   // where the last jump leads to tells the name of a repository that is not to be seen
 }
 
 // newWalk checks a query, and returns where it starts.
@@ -326,6 +327,7 @@ func (w *walk) wants(l listed) bool {
 // jump returns where to go on when the query does not want a row; nil: it wants it.
 func (w *walk) jump(k []byte, r row) []byte {
 	grouped := k[0] == tableAggregate || k[0] == tableName || k[0] == tableLink
+	w.hidden = false
 	group := key(k[: 34+len(r.group) : 34+len(r.group)]) // of such a key: table, 32 bytes, the group and its zero
 	switch {
 	case grouped && w.Repo != "" && r.repo < w.Repo: // several groups are walked
@@ -353,6 +355,7 @@ func (w *walk) pass(group key, repo string) []byte {
 			return group.text(next)
 		}
 	}
+	w.hidden = true
 	return after(group.text(repo))
 }
 

@@ -399,11 +399,11 @@ func (l listed) appendTo(b []byte, held bool) []byte {
 }
 
 const (
-	// maxPageBytes ends a page before it has the rows that were asked for.
+	// maxPageBytes are about the bytes that end a page before it has the rows that were asked for.
 	maxPageBytes = 4 << 20
-	// maxExamined is how many rows are looked at for one page, in steps that are transactions of their own: a filter that
-	// few rows pass ends it early.
-	maxExamined = 16
+	// maxTries is in how many transactions rows are looked at for one page, of limits.steps each: a filter that few rows
+	// pass ends it early.
+	maxTries = 16
 )
 
 // Page is a page of a listing.
@@ -448,12 +448,14 @@ func (ix *Index) Records(ctx context.Context, q Query, n int) (records []Record,
 	return records, next, err
 }
 
-// page has take read up to n rows of a query, and returns where the next page starts.
+// page has take read up to n rows of a query, and returns where the next page starts. That never tells the name of a
+// repository that is not to be seen: past those it goes on, however many there are.
 func (ix *Index) page(ctx context.Context, q Query, n int, take func(tx, row, listed) (int, error)) (string, error) {
 	w, from, err := newWalk(q)
 	if err != nil {
 		return "", err
 	}
+	n = max(n, 1)
 	rows, size := 0, 0
 	var at []byte // everything up to it is done
 	for tries := 1; ; tries++ {
@@ -471,7 +473,9 @@ func (ix *Index) page(ctx context.Context, q Query, n int, take func(tx, row, li
 				case err != nil:
 					return nil, err
 				case jump != nil:
-					at = jump
+					if !w.hidden {
+						at = jump
+					}
 					return jump, nil
 				case !w.wants(l):
 				case rows == n || rows > 0 && size >= maxPageBytes:
@@ -491,7 +495,7 @@ func (ix *Index) page(ctx context.Context, q Query, n int, take func(tx, row, li
 		switch {
 		case err != nil:
 			return "", err
-		case full || next != nil && tries == maxExamined:
+		case full || next != nil && tries >= maxTries && !w.hidden:
 			return base64.RawURLEncoding.EncodeToString(at), nil
 		case next == nil:
 			return "", nil

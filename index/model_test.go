@@ -2,6 +2,7 @@ package index_test
 
 import (
 	"cmp"
+	"encoding/json"
 	"errors"
 	"maps"
 	"slices"
@@ -65,6 +66,11 @@ func (m *model) one(op index.Op) error {
 	switch o := op.(type) {
 	case index.PutManifest:
 		if k := (name{o.Repo, o.Digest}); o.Seq > m.puts[k].Seq {
+			o.Links = slices.Clone(o.Links)
+			slices.SortFunc(o.Links, func(a, b index.Link) int {
+				return cmp.Or(cmp.Compare(a.Relation, b.Relation), a.Target.Compare(b.Target))
+			})
+			o.Links = slices.Compact(o.Links)
 			m.puts[k] = o
 		}
 	case index.DeleteManifest:
@@ -139,26 +145,116 @@ func (m *model) live() (held []index.PutManifest) {
 	return held
 }
 
-func (m *model) find(q index.Query) (found []index.Record) {
+// bindings are the bases from which a held manifest was made.
+func (m *model) bindings(p index.PutManifest) (found []index.Binding) {
+	if p.Kind == api.KindBase {
+		return nil
+	}
+	if !p.Aggregate.IsZero() {
+		return []index.Binding{{Aggregate: p.Aggregate, Evidence: p.Evidence}}
+	}
+	for _, o := range m.live() { // in order of digest in a repository
+		s := statement(o)
+		known := slices.ContainsFunc(found, func(b index.Binding) bool { return b.Aggregate == s.Base })
+		if o.Repo == p.Repo && s.Type == api.StatementBind && s.Target == p.Digest && !known {
+			found = append(found, index.Binding{Aggregate: s.Base, Evidence: api.EvidenceAsserted, BoundBy: o.Digest})
+		}
+	}
+	if found == nil && p.Kind != "" {
+		found = []index.Binding{{Evidence: api.EvidenceNone}}
+	}
+	return found
+}
+
+func statement(p index.PutManifest) (s api.StatementFacts) {
+	var f api.Facts
+	if json.Unmarshal(p.Facts, &f) == nil && f.Statement != nil && p.Kind == api.KindStatement {
+		s = *f.Statement
+	}
+	return s
+}
+
+// listings are the records of a query's way through the index, before its filters.
+func (m *model) listings(q index.Query) (found []index.Record) {
 	for _, p := range m.live() {
-		ok := q.Repo == "" || p.Repo == q.Repo
-		ok = ok && (q.Aggregate.IsZero() || p.Aggregate == q.Aggregate) && (q.Kind == "" || p.Kind == q.Kind)
-		ok = ok && (q.Subject.IsZero() || p.Subject == q.Subject)
-		ok = ok && (q.ArtifactType == "" || p.ArtifactType == q.ArtifactType)
-		if ok && (q.See == nil || q.See(p.Repo)) {
+		switch {
+		case !q.Target.IsZero():
+			for _, l := range p.Links {
+				if r := p.Record; l.Target == q.Target && (q.Relation == "" || q.Relation == l.Relation) {
+					r.Relation = l.Relation
+					found = append(found, r)
+				}
+			}
+		case q.Aggregate.IsZero() && !q.Unbound || p.Kind == api.KindBase && p.Aggregate == q.Aggregate && !q.Unbound:
 			found = append(found, p.Record)
+		default:
+			for _, b := range m.bindings(p) {
+				if r := p.Record; b.Aggregate == q.Aggregate {
+					r.Aggregate, r.Evidence, r.BoundBy = b.Aggregate, b.Evidence, b.BoundBy
+					if q.Unbound {
+						r.Evidence = p.Evidence
+					}
+					found = append(found, r)
+				}
+			}
+		}
+	}
+	return found
+}
+
+func (m *model) find(q index.Query) (found []index.Record) {
+	for _, r := range m.listings(q) {
+		ok := q.Repo == "" || r.Repo == q.Repo
+		ok = ok && (q.Kind == "" || r.Kind == q.Kind) && (q.Name == "" || r.Name == q.Name)
+		ok = ok && (q.Evidence == "" || r.Evidence == q.Evidence) && !r.Created.Before(q.Since)
+		ok = ok && (q.Subject.IsZero() || r.Subject == q.Subject)
+		ok = ok && (q.ArtifactType == "" || r.ArtifactType == q.ArtifactType)
+		if ok && (q.See == nil || q.See(r.Repo)) {
+			found = append(found, r)
 		}
 	}
 	slices.SortFunc(found, func(a, b index.Record) int {
 		first := 0
-		if !q.Aggregate.IsZero() {
+		if !q.Aggregate.IsZero() || q.Unbound {
 			first = cmp.Compare(a.Kind, b.Kind)
 		} else if !q.Subject.IsZero() {
 			first = identity.Sum([]byte(a.ArtifactType)).Compare(identity.Sum([]byte(b.ArtifactType)))
 		}
-		return cmp.Or(first, cmp.Compare(a.Repo, b.Repo), b.Created.Compare(a.Created), a.Digest.Compare(b.Digest))
+		return cmp.Or(first, cmp.Compare(a.Relation, b.Relation), cmp.Compare(a.Repo, b.Repo), b.Created.Compare(a.Created),
+			a.Digest.Compare(b.Digest))
 	})
 	return found
+}
+
+// artifact is a record of a listing by aggregate, as a caller gets it who may see the base, or not.
+func (m *model) artifact(r index.Record, unbound, held bool) api.Artifact {
+	tags := m.tagsOf(r.Repo, r.Digest)
+	a := api.Artifact{
+		Held: api.Held{Repository: r.Repo, Digest: r.Digest, MediaType: r.MediaType, Created: r.Created,
+			Tags: append([]string{}, tags[:min(16, len(tags))]...), MoreTags: len(tags) > 16},
+		Kind: r.Kind, State: r.State, ArtifactType: r.ArtifactType, Name: r.Name,
+	}
+	size := 0
+	for k, v := range r.Annotations {
+		size += len(k) + len(v)
+	}
+	if a.AnnotationsOmitted = size > 2048; !a.AnnotationsOmitted {
+		a.Annotations = r.Annotations
+	}
+	if a.FactsOmitted = len(r.Facts) > 4096; !a.FactsOmitted && len(r.Facts) > 0 {
+		a.Facts = new(api.Facts)
+		json.Unmarshal(r.Facts, a.Facts)
+	}
+	switch {
+	case unbound:
+		a.Binding.Evidence = api.EvidenceNone
+	case r.Kind != api.KindBase:
+		a.Binding = api.Binding{Aggregate: r.Aggregate, Evidence: r.Evidence, Held: held}
+		if !r.BoundBy.IsZero() {
+			a.Binding.Source = "statement " + r.BoundBy.String()
+		}
+	}
+	return a
 }
 
 func (m *model) bases(last identity.Aggregate, see func(string) bool) (found []index.Record) {
@@ -279,6 +375,7 @@ func (m *model) export() (rows []index.Row) {
 			Size: p.Size, ArtifactType: p.ArtifactType, Kind: p.Kind, State: p.State, Evidence: p.Evidence,
 			Aggregate: p.Aggregate, ShardCount: p.ShardCount, TotalSize: p.TotalSize, Packaging: p.Packaging,
 			Subject: p.Subject, Annotations: p.Annotations, Refers: slices.Compact(refers),
+			Name: p.Name, Facts: p.Facts, Links: p.Links,
 		})
 	}
 	byName := func(a, b tagName) int { return cmp.Or(cmp.Compare(a.repo, b.repo), cmp.Compare(a.tag, b.tag)) }

@@ -2,6 +2,7 @@ package index_test
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"flag"
 	"fmt"
@@ -30,8 +31,9 @@ var (
 	worldRepos  = []string{"a", "a-b", "a/b", "a/b-c", "b"}
 	worldTags   = []string{"v1", "v10", "v2", "latest"}
 	worldTypes  = []string{api.ArtifactTypeAdapter, api.ArtifactTypeEval, ""}
-	worldKinds  = []api.Kind{"", api.KindAdapter, api.KindEval, api.KindReceipt}
+	worldKinds  = []api.Kind{"", api.KindAdapter, api.KindEval, api.KindStatement}
 	worldTexts  = []string{"manifest 0", "manifest 1", "manifest 2", "manifest 3", "base 4", "base 5", "base 6"}
+	worldNames  = []string{"", "", "x", "y"}
 	worldBlobs  = sums("blob 0", "blob 1", "blob 2", "manifest 1")
 	worldLists  = map[int][]string{2: {"manifest 0", "base 4"}, 3: {"manifest 2", "manifest 0", "manifest 2"}} // by text
 	worldBases  = []identity.Manifest{shards("x.safetensors"), shards("a.safetensors", "b.safetensors")}
@@ -193,6 +195,7 @@ func (w *world) push(r *rapid.T) (ops []index.Op) {
 		p.ShardCount, p.TotalSize, p.Packaging = len(p.Shards.Shards), p.Shards.TotalSize, identity.Sum([]byte("packaging"))
 		p.Annotations = map[string]string{"b": worldTexts[i], "a": ""}
 	}
+	w.says(r, i, &p.Record)
 	p.Refers = rapid.SliceOfN(rapid.SampledFrom(worldBlobs), 0, 4).Draw(r, "refers")
 	p.Lists = sums(worldLists[i]...)
 	p.Seq = w.seq(r, p.Repo)
@@ -201,6 +204,44 @@ func (w *world) push(r *rapid.T) (ops []index.Op) {
 		ops = append(ops, index.PutTag{Repo: p.Repo, Tag: draw(r, worldTags, "tag"), Digest: p.Digest, Seq: p.Seq})
 	}
 	return ops
+}
+
+// links are what manifests of the world link to.
+func links() []index.Link {
+	var all []index.Link
+	for _, to := range append(sums(worldTexts[:2]...), index.AggregateTarget(worldBases[0].Aggregate),
+		index.NameTarget(worldBases[0].Aggregate, "x")) {
+		all = append(all, index.Link{Relation: api.RelationAdapter, Target: to},
+			index.Link{Relation: api.RelationParent, Target: to})
+	}
+	return all
+}
+
+// says adds what an artifact says of itself. Half of the statements bind one of a few manifests, which may be anywhere or
+// nowhere, and be statements too.
+func (w *world) says(r *rapid.T, text int, rec *index.Record) {
+	rec.Name = draw(r, worldNames, "name")
+	rec.Links = rapid.SliceOfN(rapid.SampledFrom(links()), 0, 3).Draw(r, "links")
+	if len(rec.Links) == 0 {
+		rec.Links = nil
+	}
+	f := api.Facts{Name: rec.Name, Legacy: rapid.Bool().Draw(r, "legacy")}
+	if rec.Kind == api.KindStatement {
+		f.Statement = &api.StatementFacts{
+			Type:   draw(r, []string{api.StatementBind, api.StatementBind, api.StatementDerived}, "statement"),
+			Target: identity.Sum([]byte(draw(r, worldTexts, "target"))),
+			Base:   draw(r, worldBases, "bound to").Aggregate,
+		}
+	}
+	if text == 3 { // too much for a listing
+		f.Source = strings.Repeat("long ", 1000)
+		rec.Annotations = map[string]string{"c": f.Source[:2048]}
+	}
+	b, err := json.Marshal(f)
+	if err != nil {
+		r.Fatal(err)
+	}
+	rec.Facts = b
 }
 
 func (w *world) change(r *rapid.T) index.Op {
@@ -368,6 +409,12 @@ func (w *world) checkNames(r *rapid.T) {
 		refs := slices.Clone(worldTags)
 		for _, d := range sums(worldTexts...) {
 			refs = append(refs, d.String())
+			bindings, err := w.ix.Bindings(ctx, repo, d)
+			if err != nil {
+				r.Fatal(err)
+			}
+			p, _ := w.model.manifest(repo, d)
+			equal(r, "bindings of "+repo+"@"+d.String(), bindings, w.model.bindings(p))
 			tags, err := w.ix.TagsOf(ctx, repo, d)
 			if err != nil {
 				r.Fatal(err)
@@ -399,23 +446,55 @@ func (w *world) checkNames(r *rapid.T) {
 	equal(r, "repositories", all(r, w.ix.Repos(ctx, "")), w.model.repos(""))
 }
 
+// next is what a caller gets who may see all but a/b: it passes by that one, and stops at a name that is none's before.
+func next(repo string) (string, bool) {
+	switch {
+	case repo <= "a-c" || repo > "a/b":
+		return repo, true
+	case repo < "a/a":
+		return "a/a", true
+	}
+	return "a/b-", true
+}
+
 func (w *world) queries() (qs []index.Query) {
-	refused := "a/b"
-	for _, see := range []func(string) bool{nil, func(repo string) bool { return repo != refused }} {
-		for _, repo := range append([]string{""}, worldRepos...) {
-			for _, base := range worldBases {
-				for _, kind := range append([]api.Kind{api.KindBase}, worldKinds...) {
-					qs = append(qs, index.Query{Aggregate: base.Aggregate, Kind: kind, Repo: repo, See: see})
+	for _, q := range w.groups() {
+		since := epoch.Add(time.Duration(worldSecond/2) * time.Second)
+		refused := q
+		refused.See = func(repo string) bool { return repo != "a/b" }
+		quick := refused
+		quick.Next, quick.Since = next, since
+		none := refused
+		none.See, none.Next = func(string) bool { return false }, func(string) (string, bool) { return "", false }
+		qs = append(qs, q, refused, quick, none)
+	}
+	return qs
+}
+
+// groups are queries of every kind, for all to see.
+func (w *world) groups() (qs []index.Query) {
+	for _, repo := range append([]string{""}, worldRepos...) {
+		for _, kind := range append([]api.Kind{api.KindBase}, worldKinds...) {
+			for _, name := range worldNames[1:] {
+				for _, base := range worldBases {
+					for _, evidence := range []api.Evidence{"", api.EvidenceAsserted} {
+						qs = append(qs, index.Query{Aggregate: base.Aggregate, Kind: kind, Repo: repo, Name: name, Evidence: evidence})
+					}
 				}
+				qs = append(qs, index.Query{Unbound: true, Kind: kind, Repo: repo, Name: name})
 			}
-			if repo == "" {
-				continue
-			}
-			qs = append(qs, index.Query{Repo: repo, See: see})
-			for _, subject := range sums(worldTexts[:2]...) {
-				for _, artifactType := range worldTypes {
-					qs = append(qs, index.Query{Repo: repo, Subject: subject, ArtifactType: artifactType, See: see})
-				}
+		}
+		for _, l := range links() {
+			qs = append(qs, index.Query{Target: l.Target, Relation: l.Relation, Repo: repo},
+				index.Query{Target: l.Target, Repo: repo})
+		}
+		if repo == "" {
+			continue
+		}
+		qs = append(qs, index.Query{Repo: repo})
+		for _, subject := range sums(worldTexts[:2]...) {
+			for _, artifactType := range worldTypes {
+				qs = append(qs, index.Query{Repo: repo, Subject: subject, ArtifactType: artifactType})
 			}
 		}
 	}
@@ -424,7 +503,8 @@ func (w *world) queries() (qs []index.Query) {
 
 func (w *world) checkListings(r *rapid.T) {
 	ctx := context.Background()
-	for i, q := range w.queries() {
+	some := rapid.SliceOfN(rapid.SampledFrom(w.queries()), 200, 200).Draw(r, "queries")
+	for i, q := range some {
 		want := w.model.find(q)
 		what := fmt.Sprintf("find %+v", q)
 		equal(r, what, all(r, w.ix.Find(ctx, q)), want)
@@ -446,12 +526,48 @@ func (w *world) checkListings(r *rapid.T) {
 			q.After = index.Cursor(q, stepped[len(stepped)-1])
 		}
 		equal(r, what+" in steps", stepped, want)
+		w.checkPages(r, q, 1+i%3, want)
 	}
 	everything, one := func(string) bool { return true }, func(repo string) bool { return repo == "a-b" }
 	for _, see := range []func(string) bool{everything, one} {
 		for _, last := range []identity.Aggregate{{}, worldBases[0].Aggregate, worldBases[1].Aggregate} {
 			equal(r, "bases", all(r, w.ix.Bases(ctx, last, see, nil)), w.model.bases(last, see))
 		}
+	}
+}
+
+// checkPages reads a query as records and, where it is one by aggregate, as JSON, in pages of n.
+func (w *world) checkPages(r *rapid.T, q index.Query, n int, want []index.Record) {
+	ctx, what := context.Background(), fmt.Sprintf("pages of %+v", q)
+	byBase := !q.Aggregate.IsZero() || q.Unbound
+	held := !q.Aggregate.IsZero() && len(w.model.find(index.Query{Aggregate: q.Aggregate, Kind: api.KindBase, See: q.See})) > 0
+	var found []index.Record
+	var artifacts, asked []api.Artifact
+	for _, rec := range want {
+		asked = append(asked, w.model.artifact(rec, q.Unbound, held))
+	}
+	for q.After = ""; ; {
+		records, next, err := w.ix.Records(ctx, q, n)
+		if err != nil || len(records) > n || next != "" && next == q.After {
+			r.Fatalf("%s: %d records, next %q (%v)", what, len(records), next, err)
+		}
+		found = append(found, records...)
+		if byBase {
+			p, err := w.ix.Listing(ctx, q, n, []byte("["))
+			var page []api.Artifact
+			if err := errors.Join(err, json.Unmarshal(append(p.JSON, ']'), &page)); err != nil || p.Next != next ||
+				p.Rows != len(page) || p.Held != held {
+				r.Fatalf("%s: listing %+v (%v), want next %q", what, p, err, next)
+			}
+			artifacts = append(artifacts, page...)
+		}
+		if q.After = next; next == "" {
+			break
+		}
+	}
+	equal(r, what, found, want)
+	if byBase {
+		equal(r, what+" as JSON", artifacts, asked)
 	}
 }
 

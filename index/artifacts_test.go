@@ -1,0 +1,298 @@
+package index_test
+
+import (
+	"bytes"
+	"encoding/base64"
+	"encoding/json"
+	"fmt"
+	"reflect"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/kiln-registry/kiln-registry/api"
+	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/index"
+	"github.com/kiln-registry/kiln-registry/index/memkv"
+)
+
+// unbound is an adapter that does not say from which base it was made.
+func unbound(repo, text string, seq uint64) index.PutManifest {
+	p := adapter(repo, text, seq, identity.Aggregate{})
+	p.Evidence, p.Subject = api.EvidenceNone, identity.Digest{}
+	return p
+}
+
+// bind is a statement that binds a manifest of that text to a base.
+func bind(repo, text string, seq uint64, target string, base identity.Aggregate) index.PutManifest {
+	p := unbound(repo, text, seq)
+	p.Kind, p.ArtifactType = api.KindStatement, api.ArtifactTypeStatement
+	p.Facts, _ = json.Marshal(api.Facts{Statement: &api.StatementFacts{
+		Type: api.StatementBind, Target: identity.Sum([]byte(target)), Base: base,
+	}})
+	return p
+}
+
+// permutations yields every order of ops.
+func permutations(ops []index.Op, yield func([]index.Op)) {
+	var swap func(n int)
+	swap = func(n int) {
+		if n == len(ops) {
+			yield(ops)
+			return
+		}
+		for i := n; i < len(ops); i++ {
+			ops[n], ops[i] = ops[i], ops[n]
+			swap(n + 1)
+			ops[n], ops[i] = ops[i], ops[n]
+		}
+	}
+	swap(0)
+}
+
+// TestBindStatements applies an artifact, statements about it and their deletes in every order: the rows in the end are
+// the same ones, and the artifact is listed under the bases that a statement of its own repository still gives it.
+func TestBindStatements(t *testing.T) {
+	a, b := aggregate("one"), aggregate("two")
+	first, second := bind("a", "says one", 2, "adapter", a), bind("a", "says two", 3, "adapter", b)
+	ops := []index.Op{
+		unbound("a", "adapter", 1), first, second, bind("b", "elsewhere", 4, "adapter", aggregate("three")),
+		index.DeleteManifest{Repo: "a", Digest: first.Digest, Seq: 5},
+		index.PutTag{Repo: "a", Tag: "v1", Digest: identity.Sum([]byte("adapter")), Seq: 6},
+	}
+	var want []string
+	permutations(ops, func(ops []index.Op) {
+		kv := openMemory(t, new(memkv.Disk))
+		ix := opened(t, kv)
+		for _, o := range ops {
+			apply(t, ix, o)
+		}
+		if want == nil {
+			want = dump(t, kv)
+			checkBound(t, ix, second.Digest)
+		}
+		if got := dump(t, kv); !slices.Equal(got, want) {
+			equal(t, fmt.Sprint("rows after ", ops), got, want)
+			t.FailNow()
+		}
+	})
+}
+
+// checkBound checks where the artifact of TestBindStatements is listed.
+func checkBound(t *testing.T, ix *index.Index, by identity.Digest) {
+	for text, n := range map[string]int{"one": 0, "two": 1, "three": 0} {
+		p, err := ix.Listing(t.Context(), index.Query{Aggregate: aggregate(text), Kind: api.KindAdapter}, 10, nil)
+		if err != nil || p.Rows != n {
+			t.Errorf("base %s has %d artifacts (%v), want %d", text, p.Rows, err, n)
+		}
+		if n == 1 && !strings.Contains(string(p.JSON), `"source":"statement `+by.String()+`"`) {
+			t.Errorf("base %s: %s", text, p.JSON)
+		}
+	}
+	p, err := ix.Listing(t.Context(), index.Query{Unbound: true, Kind: api.KindAdapter}, 10, nil)
+	if err != nil || p.Rows != 0 {
+		t.Errorf("%d unbound (%v)", p.Rows, err)
+	}
+}
+
+// TestManyBinds: only so many statements about one manifest count, whichever came first.
+func TestManyBinds(t *testing.T) {
+	kv := openMemory(t, new(memkv.Disk))
+	ix := opened(t, kv)
+	apply(t, ix, unbound("a", "adapter", 1))
+	var by []identity.Digest
+	for i := range 30 {
+		s := bind("a", fmt.Sprint("statement ", i), uint64(i+2), "adapter", aggregate(fmt.Sprint(i)))
+		by = append(by, s.Digest)
+		apply(t, ix, s)
+	}
+	found, err := ix.Bindings(t.Context(), "a", identity.Sum([]byte("adapter")))
+	if err != nil || len(found) != 16 {
+		t.Fatalf("%d bindings, %v", len(found), err)
+	}
+	slices.SortFunc(by, identity.Digest.Compare)
+	for i, b := range found {
+		equal(t, "statement", b.BoundBy, by[i])
+	}
+}
+
+// TestListingJSON: a row is what encoding an api.Artifact gives, member by member and in the same order, and what is long
+// is left out.
+func TestListingJSON(t *testing.T) {
+	kv := openMemory(t, new(memkv.Disk))
+	ix := opened(t, kv)
+	a := shards("x.safetensors")
+	p := adapter("a", "adapter", 2, a.Aggregate)
+	p.Name, p.Annotations = "<name> & \u2028", map[string]string{"k": "v"}
+	p.Facts, _ = json.Marshal(api.Facts{Name: p.Name, Legacy: true, Adapter: &api.AdapterFacts{Rank: 8}})
+	long := adapter("b", "long", 2, a.Aggregate)
+	long.Annotations = map[string]string{"k": strings.Repeat("v", 4<<20)}
+	long.Facts, _ = json.Marshal(api.Facts{Source: strings.Repeat("s", 60<<10)})
+	long.ArtifactType = strings.Repeat("t", 1<<20)
+	ops := []index.Op{p, long}
+	for i := range 40 {
+		ops = append(ops, index.PutTag{Repo: "b", Tag: fmt.Sprintf("v%02d", i), Digest: long.Digest, Seq: 3})
+	}
+	apply(t, ix, ops...)
+	for _, held := range []bool{false, true} {
+		if held {
+			apply(t, ix, base("c", "base", 1, a))
+		}
+		q := index.Query{Aggregate: a.Aggregate, Kind: api.KindAdapter}
+		page, err := ix.Listing(t.Context(), q, 10, nil)
+		if err != nil || page.Held != held || page.Rows != 2 || len(page.JSON) > 4<<10 {
+			t.Fatalf("%d rows in %d bytes, held %v: %v", page.Rows, len(page.JSON), page.Held, err)
+		}
+		var list []api.Artifact
+		if err := json.Unmarshal(slices.Concat([]byte("["), page.JSON, []byte("]")), &list); err != nil {
+			t.Fatal(err)
+		}
+		again, err := json.Marshal(list)
+		if err != nil || !bytes.Equal(again[1:len(again)-1], page.JSON) {
+			t.Errorf("encoded again:\n%s, was\n%s", again, page.JSON)
+		}
+		small, large := list[0], list[1]
+		if small.Binding.Held != held || small.Name != p.Name || small.Facts.Adapter.Rank != 8 || small.FactsOmitted {
+			t.Errorf("%+v", small)
+		}
+		if !large.AnnotationsOmitted || !large.FactsOmitted || len(large.Tags) != 16 || !large.MoreTags ||
+			len(large.ArtifactType) != 255 || large.Annotations != nil || large.Facts != nil {
+			t.Errorf("%+v", large)
+		}
+	}
+}
+
+// TestFilteredPages: a page ends after a bounded number of rows that were looked at, and its cursor goes on behind them
+// and names no repository that the caller may not see.
+func TestFilteredPages(t *testing.T) {
+	ix := opened(t, openMemory(t, new(memkv.Disk)))
+	ix.SetPage(100, 1<<20, 10)
+	a := aggregate("base")
+	var ops []index.Op
+	for i := range 2000 {
+		p := adapter("seen", fmt.Sprint(i), uint64(i+1), a)
+		if i%4 == 0 {
+			p.Repo = fmt.Sprintf("hidden-%d", i)
+		}
+		if i == 1001 {
+			p.Evidence = api.EvidenceAggregateOnly
+		}
+		ops = append(ops, p)
+	}
+	apply(t, ix, ops...)
+	q := index.Query{Aggregate: a, Evidence: api.EvidenceAggregateOnly, See: func(repo string) bool { return repo == "seen" }}
+	pages, found := 1, 0
+	for ; ; pages++ {
+		p, err := ix.Listing(t.Context(), q, 10, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		found += p.Rows
+		if q.After = p.Next; q.After == "" {
+			break
+		}
+		if k, err := base64.RawURLEncoding.DecodeString(q.After); err != nil || strings.Contains(string(k), "hidden-") {
+			t.Errorf("cursor %q, %v", k, err)
+		}
+	}
+	if found != 1 || pages < 1500/160 {
+		t.Errorf("found %d in %d pages", found, pages)
+	}
+}
+
+// TestSeeks: with Next a caller who may see few of very many repositories gets a page by a few seeks.
+func TestSeeks(t *testing.T) {
+	c := &counting{KV: openMemory(t, new(memkv.Disk))}
+	ix := opened(t, c)
+	a := aggregate("base")
+	var ops []index.Op
+	for i := range 3000 {
+		ops = append(ops, adapter(fmt.Sprintf("r%04d", i), fmt.Sprint(i), uint64(i+1), a))
+	}
+	apply(t, ix, ops...)
+	mine := []string{"r0007", "r1500", "r2999"}
+	q := index.Query{
+		Aggregate: a,
+		See:       func(repo string) bool { return slices.Contains(mine, repo) },
+		Next: func(repo string) (string, bool) {
+			i, _ := slices.BinarySearch(mine, repo)
+			if i == len(mine) {
+				return "", false
+			}
+			return mine[i], true
+		},
+	}
+	c.visited = 0
+	p, err := ix.Listing(t.Context(), q, 100, nil)
+	if err != nil || p.Rows != 3 || p.Next != "" || c.visited > 10 {
+		t.Errorf("%d rows, next %q, by %d pairs: %v", p.Rows, p.Next, c.visited, err)
+	}
+}
+
+// TestTargets: links by name and to a base are found from what they link to.
+func TestTargets(t *testing.T) {
+	ix := opened(t, openMemory(t, new(memkv.Disk)))
+	a, b := aggregate("one"), aggregate("two")
+	derived := unbound("a", "derived", 1)
+	derived.Links = []index.Link{{Relation: api.RelationDerived, Target: index.AggregateTarget(a)},
+		{Relation: api.RelationStatement, Target: index.AggregateTarget(b)}}
+	named := adapter("b", "eval", 2, a)
+	named.Links = []index.Link{{Relation: api.RelationAdapter, Target: index.NameTarget(a, "x")}}
+	apply(t, ix, derived, named)
+	for what, c := range map[string]struct {
+		q    index.Query
+		want []string
+	}{
+		"made of one":  {index.Query{Target: index.AggregateTarget(a), Relation: api.RelationDerived}, []string{"a:derived"}},
+		"about two":    {index.Query{Target: index.AggregateTarget(b)}, []string{"a:derived"}},
+		"by name":      {index.Query{Target: index.NameTarget(a, "x")}, []string{"b:eval"}},
+		"another name": {index.Query{Target: index.NameTarget(a, "y")}, nil},
+		"another base": {index.Query{Target: index.NameTarget(b, "x")}, nil},
+	} {
+		equal(t, what, texts(t, ix.Find(t.Context(), c.q)), c.want)
+	}
+}
+
+// TestTooMuchSaid: what would not fit is refused before it is kept.
+func TestTooMuchSaid(t *testing.T) {
+	for what, change := range map[string]func(*index.PutManifest){
+		"name":          func(p *index.PutManifest) { p.Name = strings.Repeat("n", 1025) },
+		"facts":         func(p *index.PutManifest) { p.Facts = []byte(`"` + strings.Repeat("f", 64<<10) + `"`) },
+		"no JSON":       func(p *index.PutManifest) { p.Facts = []byte("{") },
+		"links":         func(p *index.PutManifest) { p.Links = make([]index.Link, 257) },
+		"zero link":     func(p *index.PutManifest) { p.Links = []index.Link{{Relation: "r"}} },
+		"a listed one":  func(p *index.PutManifest) { p.BoundBy = p.Digest },
+		"with relation": func(p *index.PutManifest) { p.Relation = "r" },
+	} {
+		p := unbound("a", "x", 1)
+		change(&p)
+		if index.Check(p) == nil {
+			t.Errorf("%s: accepted", what)
+		}
+	}
+}
+
+// TestWrongQueries: what does not go together is an error.
+func TestWrongQueries(t *testing.T) {
+	ix := opened(t, openMemory(t, new(memkv.Disk)))
+	a, d := aggregate("base"), identity.Sum(nil)
+	for _, q := range []index.Query{
+		{}, {Aggregate: a, Unbound: true}, {Aggregate: a, Target: d}, {Target: d, Subject: d, Repo: "a"}, {Subject: d},
+		{Unbound: true, Evidence: api.EvidenceNone}, {Target: d, Kind: api.KindEval}, {Target: d, Name: "x"},
+		{Repo: "a", Name: "x"}, {Aggregate: a, Relation: "r"}, {Aggregate: a, ArtifactType: "t"},
+		{Aggregate: a, Since: time.Date(3000, 1, 1, 0, 0, 0, 0, time.UTC)},
+	} {
+		if _, _, err := ix.Records(t.Context(), q, 1); err == nil {
+			t.Errorf("%+v is taken", q)
+		}
+	}
+	for _, q := range []index.Query{{Repo: "a"}, {Target: d}} {
+		if _, err := ix.Listing(t.Context(), q, 1, nil); err == nil {
+			t.Errorf("listing of %+v is taken", q)
+		}
+	}
+	if reflect.TypeFor[api.Artifact]().Field(9).Name != "Binding" || reflect.TypeFor[api.Artifact]().NumField() != 10 {
+		t.Error("Binding is not the last member of an api.Artifact")
+	}
+}
