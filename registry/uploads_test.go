@@ -20,6 +20,7 @@ import (
 	"github.com/kiln-registry/kiln-registry/blobstore/fsstore"
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/internal/durable"
+	"github.com/kiln-registry/kiln-registry/registry/upkeep"
 )
 
 // begin opens an upload and returns its location.
@@ -483,4 +484,28 @@ func TestUploadThatVanished(t *testing.T) {
 	if a := s.do("GET", at, nil); a.status != 404 || a.code() != api.CodeBlobUploadUnknown {
 		t.Error(a)
 	}
+}
+
+// A collection spares what an upload became that nobody has heard of yet, also without a grace period.
+func TestReceiptIsNotCollected(t *testing.T) {
+	s := newServer(t)
+	at := s.begin("a")
+	s.want(202, "PATCH", at, []byte("some"))
+	s.stop()
+	d := identity.Sum([]byte("something"))
+	s.finishInStore(at[len(api.PathUploads("a")):], []byte("thing"), d)
+	s.clock = func() time.Time { return time.Now().Add(time.Minute) }
+	s.start()
+	collect := func(removed int64) {
+		t.Helper()
+		did, err := s.reg.Collector().Collect(t.Context(), upkeep.Terms{Force: true})
+		if err != nil || did.Removed.Blobs != removed {
+			t.Fatal(did, err)
+		}
+	}
+	collect(0)
+	s.want(201, "PUT", at+"?digest="+d.String(), nil)
+	s.want(200, "GET", api.PathBlob("a", d), nil)
+	s.want(202, "DELETE", api.PathBlob("a", d), nil)
+	collect(1)
 }

@@ -234,7 +234,11 @@ func (l *refLog) rewrite(f *durable.File, good []int64) error {
 // findEnd returns where the last whole frame ends. It reads the head of every frame, and the payload only of those that
 // were perhaps never synced: damage in the others shows when they are read.
 func (l *refLog) findEnd(size int64) (int64, error) {
-	end, synced := int64(logHeaderSize), int64(logHeaderSize)
+	synced, err := l.lastSynced(size)
+	if err != nil {
+		return 0, err
+	}
+	end := synced
 	b := make([]byte, frameHead)
 	for end < size {
 		n, err := l.f.ReadAt(b, end)
@@ -258,6 +262,31 @@ func (l *refLog) findEnd(size int64) (int64, error) {
 			blobstore.ErrRefsDamaged, refsName, end, proof)
 	}
 	return l.checkTail(synced, end)
+}
+
+func (l *refLog) lastSynced(size int64) (int64, error) {
+	b := make([]byte, durable.PieceSize)
+	for to := size; to > logHeaderSize; {
+		from := max(logHeaderSize, to-int64(len(b)))
+		n, err := l.f.ReadAt(b[:to-from], from)
+		if err != nil && err != io.EOF {
+			return 0, err
+		}
+		for i := n; ; {
+			i = bytes.LastIndex(b[:i], []byte(frameMagic))
+			if i < 0 {
+				break
+			}
+			if h, ok := parseHead(b[i:n], from+int64(i), l.salt); ok {
+				return h.synced, nil
+			}
+		}
+		if from == logHeaderSize {
+			break
+		}
+		to = from + frameHead
+	}
+	return logHeaderSize, nil
 }
 
 // checkTail reads the frames from one offset to another and returns where the last whole one ends.

@@ -118,9 +118,7 @@ func (s *session) loadReceipt() error {
 // under another nothing is known about them, and they go. A stale slot is overwritten before new bytes can come that
 // would make it look current.
 func (s *session) catchUp(ctx context.Context, size int64, stale bool) error {
-	var boot [36]byte
-	copy(boot[:], s.st.boot)
-	if boot != s.saved.Boot && size > s.size {
+	if size > s.size && !s.st.sameBoot(&s.saved) {
 		if err := s.data.Truncate(s.size); err != nil {
 			return err
 		}
@@ -136,6 +134,13 @@ func (s *session) catchUp(ctx context.Context, size int64, stale bool) error {
 		s.failed = s.persistNow()
 	}
 	return s.save()
+}
+
+// sameBoot says whether a slot was written under this run of the kernel.
+func (st *Store) sameBoot(sl *slot) bool {
+	var boot [36]byte
+	copy(boot[:], st.boot)
+	return boot == sl.Boot
 }
 
 func (s *session) hashTo(ctx context.Context, size int64) error {

@@ -87,28 +87,39 @@ func (st *Store) drop(id string) error {
 }
 
 // Resume implements blobstore.Store. After the death of the process the upload goes on with every byte that it had
-// received: those after the last saved state are still in the system's cache, are hashed now and made durable. After
-// another start of the machine they are dropped, as nothing says that they reached the disk.
+// received: those after the last saved state are still in the system's cache, are hashed now and made durable. Where the
+// disk refuses that, the upload is as its last saved state says. After another start of the machine they are dropped, as
+// nothing says that they reached the disk.
 func (st *Store) Resume(ctx context.Context, id string) (blobstore.Upload, error) {
 	u := &upload{st: st, id: id}
-	if st.reading {
-		size, err := st.look(id)
-		u.size.Store(size)
-		if err != nil {
-			return nil, fmt.Errorf("resume upload %.80q: %w", id, err)
-		}
+	size, err := st.restore(ctx, id)
+	if errors.Is(err, blobstore.ErrUploadBusy) { // in order, then, and open in this process
 		return u, nil
+	}
+	u.size.Store(size)
+	if err != nil {
+		return nil, fmt.Errorf("resume upload %.80q: %w", id, err)
+	}
+	return u, nil
+}
+
+// restore brings an upload into order, as far as that is possible, and returns its size.
+func (st *Store) restore(ctx context.Context, id string) (size int64, err error) {
+	if st.reading {
+		return st.look(id)
 	}
 	s, err := st.open(ctx, id)
 	switch {
-	case errors.Is(err, blobstore.ErrUploadBusy): // in order, then, and open in this process
-	case err != nil:
-		return nil, fmt.Errorf("resume upload %s: %w", id, err)
-	default:
-		u.size.Store(s.size)
-		s.close()
+	case err == nil:
+		defer s.close()
+		return s.size, nil
+	case ctx.Err() != nil, errors.Is(err, blobstore.ErrUploadUnknown), errors.Is(err, blobstore.ErrUploadBusy):
+		return 0, err
 	}
-	return u, nil
+	if size, gone := st.look(id); gone == nil {
+		return size, nil
+	}
+	return 0, err
 }
 
 // look returns how much of an upload is there, or blobstore.ErrUploadUnknown, and leaves it as it is.
@@ -123,19 +134,32 @@ func (st *Store) look(id string) (size int64, err error) {
 		}
 		return 0, fmt.Errorf("%w: %w", blobstore.ErrUploadUnknown, err)
 	}
+	sl, err := st.lookSlot(id, fi.Size())
+	switch {
+	case err != nil:
+		return 0, fmt.Errorf("%w: %w", blobstore.ErrUploadUnknown, err)
+	case !st.sameBoot(sl):
+		return sl.Covered, nil
+	}
+	return fi.Size(), nil
+}
+
+// lookSlot returns the current slot of an upload with so much data.
+func (st *Store) lookSlot(id string, size int64) (*slot, error) {
 	f, err := st.disk.OpenFile(st.uploadPath(id, uploadState), os.O_RDONLY, 0)
 	if err != nil {
-		return 0, fmt.Errorf("%w: %w", blobstore.ErrUploadUnknown, err)
+		return nil, err
 	}
 	defer f.Close()
 	slots, err := readSlots(f)
-	if err == nil {
-		_, _, err = choose(slots, fi.Size())
-	}
 	if err != nil {
-		err = fmt.Errorf("%w: %w", blobstore.ErrUploadUnknown, err)
+		return nil, err
 	}
-	return fi.Size(), err
+	at, _, err := choose(slots, size)
+	if err != nil {
+		return nil, err
+	}
+	return slots[at], nil
 }
 
 // receipt returns what an upload without a data file became, while the blob is there.

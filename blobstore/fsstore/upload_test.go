@@ -403,6 +403,27 @@ func TestFailedCommitCanBeRetried(t *testing.T) {
 	checkBlob(t, st.path(identity.Sum(data)))
 }
 
+// TestResumeWhereNothingCanBeWritten: an upload is there, with what was acknowledged, also while the disk takes nothing.
+func TestResumeWhereNothingCanBeWritten(t *testing.T) {
+	st, f := openFaulty(t)
+	data := pattern(300_000, "full")
+	u := begin(t, st, data, 1000)
+	appendTo(t, filepath.Join(st.dir, uploadsName, u.ID()+uploadData), data[1000:2000])
+	f.fault = func(op durable.Op, path string, do func() error) error {
+		if op == durable.OpWrite || op == durable.OpSync {
+			return syscall.EIO
+		}
+		return unsynced(op, path, do)
+	}
+	u, err := st.Resume(t.Context(), u.ID())
+	if err != nil || u.Size() != 1000 {
+		t.Fatal(u.Size(), err)
+	}
+	f.fault = nil
+	end(t, u, data)
+	checkBlob(t, st.path(identity.Sum(data)))
+}
+
 // TestCutFile: a file that is shorter or longer than what was stored is not served, and can be set aside, deleted or
 // healed. One of which the size is not known is served as it is.
 func TestCutFile(t *testing.T) {

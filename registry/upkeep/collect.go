@@ -230,6 +230,8 @@ type collecting struct {
 	c     *Collector
 	terms Terms
 
+	receipts map[identity.Digest]bool // blobs of uploads that can still be ended again; these stay
+
 	telling sync.Mutex // held while Gone is called; nobody has another lock then
 
 	mu    sync.Mutex // guards what follows
@@ -238,6 +240,9 @@ type collecting struct {
 }
 
 func (r *collecting) run(ctx context.Context) error {
+	if err := r.findReceipts(ctx); err != nil {
+		return err
+	}
 	if err := r.count(ctx); err != nil {
 		return err
 	}
@@ -287,6 +292,25 @@ const (
 	unused
 )
 
+// findReceipts finds the blobs that uploads became of which a process that was killed could not tell anybody. New ones
+// need not be looked for: while a process lives it holds what it is about to link.
+func (r *collecting) findReceipts(ctx context.Context) error {
+	st, ok := r.c.Store.(blobstore.Uploads)
+	if !ok {
+		return nil
+	}
+	r.receipts = map[identity.Digest]bool{}
+	for u, err := range st.Uploads(ctx) {
+		if err != nil {
+			return err
+		}
+		if !u.Blob.IsZero() {
+			r.receipts[u.Blob] = true
+		}
+	}
+	return nil
+}
+
 // count fills in what there is.
 func (r *collecting) count(ctx context.Context) error {
 	for i, err := range r.c.Store.List(ctx, identity.Digest{}) {
@@ -322,6 +346,8 @@ func (r *collecting) use(ctx context.Context, i blobstore.Info) (use, error) {
 	switch {
 	case err != nil || uses:
 		return leased, err
+	case r.receipts[i.Digest]:
+		return leased, nil
 	case !i.Created.Add(r.terms.Grace).Before(now):
 		return young, nil
 	}
