@@ -139,7 +139,7 @@ func New(c Config) (*Registry, error) {
 	}
 	r.aside.at = -1
 	r.scrubber = upkeep.NewScrubber(c.Store, c.Index, c.Log, r.now, r.aside.changed)
-	r.scrubber.ReadOnly = c.ReadOnly
+	r.scrubber.ReadOnly, r.scrubber.Refs = c.ReadOnly, c.Refs
 	r.pruner = newPruner(r)
 	r.router = newRouter(r)
 	if was := c.Index.Renewed(); was != 0 {
@@ -158,11 +158,13 @@ func (r *Registry) Stop() { r.state.Store(stopping) }
 // Health describes the registry.
 func (r *Registry) Health() api.Health {
 	state := r.state.Load()
+	records := r.scrubber.Pass().Records == ""
 	h := api.Health{
 		Status: "ok", Version: r.version, Role: "registry", Backend: "none",
 		Checks: []api.Check{
 			{Name: "index_level_with_store", Pass: r.indexed.Load()},
 			{Name: "accepting_requests", Pass: state == ready},
+			{Name: "records_readable", Pass: records},
 		},
 	}
 	n, err := r.aside.count(r.store)
@@ -174,7 +176,7 @@ func (r *Registry) Health() api.Health {
 	switch {
 	case state != ready:
 		h.Status = "maintenance"
-	case n > 0 || len(missing) > 0 || err != nil || missErr != nil:
+	case !records || n > 0 || len(missing) > 0 || err != nil || missErr != nil:
 		h.Status = "degraded"
 	}
 	return h

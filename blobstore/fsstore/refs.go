@@ -231,8 +231,8 @@ func (l *refLog) rewrite(f *durable.File, good []int64) error {
 	return w.Flush()
 }
 
-// findEnd returns where the last whole frame ends. It reads the head of every frame, and the payload only of those that
-// were perhaps never synced: damage in the others shows when they are read.
+// findEnd returns where the last whole frame ends. It reads those frames only that were perhaps never synced, so that it
+// takes no longer for a long log: damage in the others shows when they are read.
 func (l *refLog) findEnd(size int64) (int64, error) {
 	synced, err := l.lastSynced(size)
 	if err != nil {
@@ -264,6 +264,7 @@ func (l *refLog) findEnd(size int64) (int64, error) {
 	return l.checkTail(synced, end)
 }
 
+// lastSynced returns up to where the log was durable when its last frame of which the head can be read was written.
 func (l *refLog) lastSynced(size int64) (int64, error) {
 	b := make([]byte, durable.PieceSize)
 	for to := size; to > logHeaderSize; {

@@ -457,3 +457,33 @@ func TestAcceptLossFails(t *testing.T) {
 		}
 	}
 }
+
+// TestLongLog: Open reads the end of a log, however much is before it; a frame that is damaged there shows when it is
+// read, with its place.
+func TestLongLog(t *testing.T) {
+	puts := make([][]uint64, 8000) // more than a piece
+	for i := range puts {
+		puts[i] = []uint64{uint64(i + 1)}
+	}
+	dir, sizes := logOf(t, puts...)
+	if sizes[len(puts)] < 2*durable.PieceSize {
+		t.Fatalf("the log has only %d bytes", sizes[len(puts)])
+	}
+	for _, at := range []int64{sizes[0], sizes[1] - 1, sizes[4000]} { // in a head, in a payload, in a head
+		got, err := reread(t, dir, func(log []byte) []byte { log[at] ^= 1; return log })
+		whole, _ := slices.BinarySearch(sizes, at+1)
+		if !errors.Is(err, blobstore.ErrRefsDamaged) || len(got) != whole-1 ||
+			!strings.Contains(err.Error(), fmt.Sprintf("byte %d", sizes[whole-1])) {
+			t.Errorf("byte %d: read %d, %v", at, len(got), err)
+		}
+	}
+	cut := sizes[5000] + 7
+	got, err := reread(t, dir, func(log []byte) []byte { return log[:cut] })
+	if err != nil || len(got) != 5000 {
+		t.Errorf("cut inside frame 5001: read %d, %v", len(got), err)
+	}
+	got, err = reread(t, dir, func(log []byte) []byte { return append(log, make([]byte, 3*durable.PieceSize)...) })
+	if err != nil || len(got) != len(puts) {
+		t.Errorf("with zeros behind it: read %d, %v", len(got), err)
+	}
+}

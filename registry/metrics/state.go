@@ -53,7 +53,7 @@ var (
 	scrubEnded = desc("kiln_scrub_end_timestamp_seconds", "When it ended; absent while it runs.")
 	scrubBlobs = desc("kiln_scrub_blobs", "Blobs that it has read so far.")
 	scrubBytes = desc("kiln_scrub_read_bytes", "Bytes of those.")
-	scrubFound = desc("kiln_scrub_findings", "Blobs that were not read well, by what was found.", "verdict")
+	scrubFound = desc("kiln_scrub_findings", "Blobs that were not read well, by what was found; records: 1 if the refs of the store are damaged.", "verdict")
 
 	allBlobs = desc("kiln_scrub_read_blobs_total",
 		"Blobs that were read again since the start: by passes, by command, or as they were suspect.")
@@ -155,6 +155,11 @@ func (s *state) upkeep(o out) {
 	for verdict, n := range verdicts(p) {
 		o.gauge(scrubFound, float64(n), verdict)
 	}
+	records := 0.0
+	if p.Records != "" {
+		records = 1
+	}
+	o.gauge(scrubFound, records, "records")
 }
 
 // verdicts are what was found, but good blobs.

@@ -62,6 +62,8 @@ type Scrubbing struct {
 	Unsteady   int64           `json:"unsteady"`
 	Unreadable int64           `json:"unreadable"`
 	Missing    int64           `json:"missing"`
+	// Records is what is wrong with the store's refs; empty: nothing, or they were not read yet.
+	Records string `json:"records,omitempty"`
 }
 
 func (s *Scrubbing) add(f Finding) {
@@ -86,6 +88,8 @@ func (s *Scrubbing) add(f Finding) {
 type Scrubber struct {
 	// ReadOnly leaves blobs that are damaged where they are: they are only reported.
 	ReadOnly bool
+	// Refs, if set, are read through at the end of each pass.
+	Refs blobstore.Refs
 
 	store blobstore.Store
 	ix    *index.Index
@@ -180,6 +184,9 @@ func (s *Scrubber) Scrub(ctx context.Context, o Order) (did Scrubbing, err error
 		err = s.these(ctx, o.Digests, p, see)
 	} else {
 		err = s.all(ctx, p, see)
+		if err == nil {
+			did.Records, err = s.records(ctx, p)
+		}
 	}
 	did.Ended = s.now()
 	if err == nil && len(o.Digests) == 0 {
@@ -452,9 +459,13 @@ func (s *Scrubber) leg(ctx context.Context, p *pace) error {
 			break
 		}
 	}
+	why := ""
+	if failed == nil && whole {
+		why, failed = s.records(ctx, p)
+	}
 	s.mu.Lock()
 	if failed == nil && whole {
-		s.state.Ended = s.now()
+		s.state.Records, s.state.Ended = why, s.now()
 	}
 	state := s.state
 	s.mu.Unlock()

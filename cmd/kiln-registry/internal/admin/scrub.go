@@ -85,6 +85,9 @@ func (s *scrubbing) run(ctx context.Context, stdout, stderr io.Writer) error {
 		return p.Registry.Scrubber().Tell(ctx, s.Order, show.event)
 	})
 	switch {
+	case err == nil && show.records != "":
+		return cli.Hint(cli.Exit(cli.CodeNo, fmt.Errorf("the store's records of manifests and tags: %s", show.records)),
+			"what the server serves comes from its index: copy the artifacts to another registry before a reindex --accept-loss")
 	case err == nil && show.bad > 0:
 		return cli.Hint(cli.Exit(cli.CodeNo, fmt.Errorf("%s not as they should be", cli.Count(show.bad, "blob"))),
 			"push those bytes again: that heals them; kiln-registry scrub --list says which repositories miss them")
@@ -102,7 +105,8 @@ type scrubShow struct {
 	json, named bool
 	out, notes  io.Writer
 	bad         int
-	absent      int // that were named
+	absent      int    // that were named
+	records     string // what is wrong with the refs
 }
 
 // count counts a blob that is not good, and says what is the matter with one that is not there. One that goes while all
@@ -124,6 +128,9 @@ func (s *scrubShow) count(f *upkeep.Finding) {
 func (s *scrubShow) event(e upkeep.Event) {
 	if e.Finding != nil {
 		s.count(e.Finding)
+	}
+	if e.Scrub != nil {
+		s.records = e.Scrub.Records
 	}
 	switch {
 	case s.json:
