@@ -33,6 +33,8 @@ const (
 	CodeParameterInvalid  Code = "PARAMETER_INVALID"  // a query parameter, header or JSON body does not parse
 	CodeAggregateUnknown  Code = "AGGREGATE_UNKNOWN"  // nothing of that aggregate that the caller may pull
 	CodeAggregateConflict Code = "AGGREGATE_CONFLICT" // not sent as a code: the reason in the detail of MANIFEST_INVALID
+	CodeDocumentConflict  Code = "DOCUMENT_CONFLICT"  // not sent as a code: another reason there
+	CodeDocumentInvalid   Code = "DOCUMENT_INVALID"   // not sent as a code: another reason there
 	CodeTagImmutable      Code = "TAG_IMMUTABLE"      // not sent as a code: the reason in the detail of DENIED
 	CodeReadOnly          Code = "READ_ONLY"          // not sent as a code: the reason in the detail of UNSUPPORTED
 	CodeRouteUnknown      Code = "ROUTE_UNKNOWN"      // no such route
@@ -122,11 +124,23 @@ type Errors struct {
 	Errors []*Error `json:"errors"`
 }
 
-// Conflict is the detail of a MANIFEST_INVALID whose claims about its base disagree. Reason is AGGREGATE_CONFLICT.
+// Conflict is the detail of a MANIFEST_INVALID of which two places disagree: about the base, with the reason
+// AGGREGATE_CONFLICT, or about a file or another document, with DOCUMENT_CONFLICT.
 type Conflict struct {
-	Reason  Code   `json:"reason"`
-	Claimed string `json:"claimed"` // what the manifest says
-	Derived string `json:"derived"` // what the registry finds
+	Reason    Code   `json:"reason"`
+	Claimed   string `json:"claimed"`              // what the manifest or a document in it says
+	ClaimedAt string `json:"claimed_at,omitempty"` // where: annotation, or file and JSON path
+	Derived   string `json:"derived"`              // what the registry finds; "none": nothing
+	DerivedAt string `json:"derived_at,omitempty"` // where: layer, subject, annotation, or file and JSON path
+}
+
+// BadDocument is the detail of a MANIFEST_INVALID with a document in it that breaks a rule of its format. Reason is
+// DOCUMENT_INVALID.
+type BadDocument struct {
+	Reason Code   `json:"reason"`
+	File   string `json:"file"`
+	Path   string `json:"path,omitempty"` // in the file
+	Rule   string `json:"rule"`
 }
 
 // Immutable is the detail of a DENIED that an immutable tag is the reason of. Reason is TAG_IMMUTABLE.
@@ -145,6 +159,8 @@ type Refusal struct {
 func (e *Error) Reason() Code {
 	switch d := e.Detail.(type) {
 	case Conflict:
+		return d.Reason
+	case BadDocument:
 		return d.Reason
 	case Immutable:
 		return d.Reason

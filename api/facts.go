@@ -45,8 +45,12 @@ type AdapterFacts struct {
 	Receipt  identity.Digest `json:"receipt_sha256,omitzero"`
 	Parent   string          `json:"parent_adapter,omitempty"` // name or path of the adapter that training began from
 	BaseText string          `json:"base_model_name_or_path,omitempty"`
+	Type     string          `json:"peft_type,omitempty"`
 	Rank     int             `json:"rank,omitempty"`
-	Stated   bool            `json:"kiln_manifest,omitempty"` // it has an adapter_manifest.json
+	DoRA     bool            `json:"use_dora,omitempty"`        // some servers can't serve those
+	Modules  []string        `json:"target_modules,omitempty"`  // the first 32
+	Saved    []string        `json:"modules_to_save,omitempty"` // the first 32: layers that are in it whole, which may need another vocabulary size
+	Stated   bool            `json:"kiln_manifest,omitempty"`   // it has an adapter_manifest.json
 }
 
 // CheckpointFacts are those of a checkpoint_manifest.json.
@@ -69,7 +73,9 @@ type ReceiptFacts struct {
 // EvalFacts are those of an eval archive, an eval result or the rows of an export.
 type EvalFacts struct {
 	State    string    `json:"state,omitempty"`
-	Adapters []string  `json:"adapters,omitempty"` // names; empty text: the base alone
+	Suite    string    `json:"suite,omitempty"`    // of a job; the runs have their own
+	Adapters []string  `json:"adapters,omitempty"` // the first 64 names; empty text: the base alone
+	Rows     int       `json:"rows,omitempty"`     // of an export of outcomes
 	Runs     []EvalRun `json:"runs,omitempty"`
 	Omitted  int       `json:"runs_omitted,omitempty"` // runs beyond the 64 that are kept
 }
@@ -92,13 +98,16 @@ type EvalRun struct {
 // StatementFacts are those of a statement that someone made about other content.
 type StatementFacts struct {
 	Type   string             `json:"type"`            // StatementBind or StatementDerived
-	Target identity.Digest    `json:"target,omitzero"` // the manifest that a bind is about
+	Target identity.Digest    `json:"target,omitzero"` // the manifest that it is about; of derived-from, unless To says it
 	Base   identity.Aggregate `json:"base,omitzero"`   // of a bind: the base that it is bound to
-	From   identity.Aggregate `json:"from,omitzero"`   // of derived-from: the source
-	To     identity.Aggregate `json:"to,omitzero"`     // of derived-from: what was made of it
-	How    string             `json:"how,omitempty"`   // quantize, merge or finetune
-	Reason string             `json:"reason,omitempty"`
-	By     string             `json:"by,omitempty"` // who says so, as they call themselves
+	To     identity.Aggregate `json:"to,omitzero"`     // of derived-from: the base that was made
+	// From and FromArtifacts are what it was made from, by base and by manifest: several only of a merge.
+	From          []identity.Aggregate `json:"from,omitempty"`
+	FromArtifacts []identity.Digest    `json:"from_artifacts,omitempty"`
+	How           string               `json:"how,omitempty"` // quantize, merge or finetune
+	Tool          string               `json:"tool,omitempty"`
+	Reason        string               `json:"reason,omitempty"`
+	By            string               `json:"by,omitempty"` // who says so, as they call themselves
 }
 
 // The types of statements.

@@ -224,26 +224,29 @@ func (r *Registry) recall(
 ) (index.PutManifest, error) {
 	was, kept := r.keptFinding(ref, m)
 	if kept && was.Rules >= classify.Rules {
-		return recordOf(ref.Repo, m, ref.Manifest, was), nil
+		return recordOf(ref.Repo, m, ref.Manifest, was)
 	}
-	put, err := r.derive(ctx, ref.Repo, m, ref.Manifest)
+	found, err := r.find(ctx, m)
 	if err == nil {
-		err = inherit(ctx, &put, baseOf)
+		err = inherit(ctx, &found, ref.Repo, m.Subject, baseOf)
 	}
 	lost := errors.Is(err, blobstore.ErrNotFound) || errors.Is(err, blobstore.ErrDamaged) ||
-		errors.Is(err, api.ErrManifestInvalid)
+		errors.Is(err, classify.ErrDamaged) || errors.Is(err, api.ErrManifestInvalid)
 	switch {
 	case lost && kept:
-		return recordOf(ref.Repo, m, ref.Manifest, was), nil
+		found = was
 	case lost:
 		r.log.Warn("manifest kept without classification", "repository", ref.Repo, "digest", ref.Digest.String(),
 			"error", err)
-		return recordOf(ref.Repo, m, ref.Manifest,
-			classify.Finding{Artifact: classify.Artifact{State: api.ContentIncomplete}, Evidence: api.EvidenceNone}), nil
-	case err == nil && kept && put.Aggregate.IsZero() && put.Kind == was.Kind: // its subject is gone
-		put.Aggregate, put.Evidence = was.Aggregate, was.Evidence
+		found = classify.Finding{Artifact: classify.Artifact{State: api.ContentIncomplete, Evidence: api.EvidenceNone}}
+	case err != nil:
+		return index.PutManifest{}, err
+	case kept && found.Base.IsZero() && found.Kind == was.Kind: // its subject is gone
+		if err := found.From(m.Subject, was.Base); err != nil {
+			return index.PutManifest{}, err
+		}
 	}
-	return put, err
+	return recordOf(ref.Repo, m, ref.Manifest, found)
 }
 
 // keptFinding returns what the store has kept of what was found of a manifest.

@@ -1,7 +1,9 @@
 package registry
 
 import (
+	"bytes"
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"hash/crc32"
@@ -21,9 +23,9 @@ import (
 const (
 	// maxTagParams is how many tags one PUT of a manifest may move.
 	maxTagParams = 64
-	// largeIndex is the size in bytes from which shard indexes are read one at a time. That of a model of 4,096 shards
-	// and 100,000 tensors has about 8 MB.
-	largeIndex = 8 << 20
+	// largeText is the size in bytes from which shard indexes and documents are read one at a time. The index of a model
+	// of 4,096 shards and 100,000 tensors has about 8 MB.
+	largeText = 8 << 20
 )
 
 // Manifest returns a manifest of a repository, by tag or digest, with its exact bytes. ErrManifestUnknown.
@@ -84,25 +86,29 @@ func (r *Registry) PutManifest(
 		return index.Record{}, err
 	}
 	defer r.inOrder(repo, d, m.Subject)()
-	put, err := r.derive(ctx, repo, m, body)
+	found, err := r.find(ctx, m)
 	if err != nil {
 		return index.Record{}, err
 	}
 	rec := index.Record{}
 	hold := func() (release func()) { return r.holdTags(repo, tags) }
 	err = r.decide(ctx, hold, func() (err error) {
-		put := put
-		if err := inherit(ctx, &put, r.baseOf); err != nil {
+		found := found
+		if err := inherit(ctx, &found, repo, m.Subject, r.baseOf); err != nil {
 			return err
 		}
-		if err := r.checkSubject(ctx, c, m, put.Record); err != nil {
+		if err := r.checkSubject(ctx, c, m, found); err != nil {
 			return err
 		}
-		found, err := findingOf(m, put)
+		put, err := recordOf(repo, m, body, found)
 		if err != nil {
 			return err
 		}
-		rec, err = r.keep(ctx, put, found, tags)
+		kept, err := found.Encode(m)
+		if err != nil {
+			return err
+		}
+		rec, err = r.keep(ctx, put, kept, tags)
 		return err
 	})
 	return rec, err
@@ -262,7 +268,8 @@ func (r *Registry) checkDelete(ctx context.Context, repo string, ref api.Ref, d 
 // sameFinding says whether a manifest was found to be the same as before. It may not be: when blobs were missing and
 // have come back.
 func sameFinding(a, b index.Record) bool {
-	return a.Kind == b.Kind && a.State == b.State && a.Aggregate == b.Aggregate && a.Evidence == b.Evidence
+	return a.Kind == b.Kind && a.State == b.State && a.Aggregate == b.Aggregate && a.Evidence == b.Evidence &&
+		bytes.Equal(a.Facts, b.Facts)
 }
 
 // change makes a change of one repository: durable in the store first, then in the index. It is a part of decide.
@@ -336,76 +343,77 @@ func (r *Registry) baseOf(ctx context.Context, repo string, d identity.Digest) (
 	return rec.Aggregate, nil
 }
 
-// derive makes the record of a manifest from the manifest and the blobs it names. With inherit, which adds what its
-// repository holds, that is all it is made of.
-func (r *Registry) derive(
-	ctx context.Context, repo string, m classify.Manifest, body []byte,
-) (index.PutManifest, error) {
-	if m.IndexSize() > largeIndex {
+// find says what a manifest is, from the manifest and the blobs it names. With inherit, which adds what its repository
+// holds, that is all that is found of it.
+func (r *Registry) find(ctx context.Context, m classify.Manifest) (classify.Finding, error) {
+	size := m.TextSize()
+	if size > largeText {
 		r.large <- struct{}{}
 		defer func() { <-r.large }()
 	}
-	if m.Heavy() {
+	if size > classify.Heavy {
 		r.heavy.Lock()
 		defer r.heavy.Unlock()
 	}
 	a, err := classify.Classify(ctx, held{r.store}, m)
-	if err != nil {
-		return index.PutManifest{}, err
-	}
-	f := classify.Finding{Artifact: a, Aggregate: a.Claim, Evidence: api.EvidenceNone}
-	if a.Kind == api.KindBase {
-		f.Aggregate = a.Shards.Aggregate
-	}
-	return recordOf(repo, m, body, f), nil
+	a.Claim = identity.Aggregate{} // what it comes to is in the rest
+	return classify.Finding{Artifact: a, Rules: classify.Rules}, err
 }
 
 // recordOf makes the record of a manifest of what was found of it.
-func recordOf(repo string, m classify.Manifest, body []byte, f classify.Finding) index.PutManifest {
-	return index.PutManifest{
+func recordOf(repo string, m classify.Manifest, body []byte, f classify.Finding) (index.PutManifest, error) {
+	put := index.PutManifest{
 		Record: index.Record{
 			Repo: repo, Digest: identity.Sum(body), MediaType: m.MediaType, Size: int64(len(body)),
 			ArtifactType: m.ReferrerType(), Annotations: m.Annotations, Subject: m.Subject,
-			Kind: f.Kind, State: f.State, Packaging: f.Packaging, Aggregate: f.Aggregate, Evidence: f.Evidence,
-			ShardCount: len(f.Shards.Shards), TotalSize: f.Shards.TotalSize,
+			Kind: f.Kind, State: f.State, Packaging: f.Packaging, Aggregate: f.Base, Evidence: f.Evidence,
+			ShardCount: len(f.Shards.Shards), TotalSize: f.Shards.TotalSize, Name: f.Facts.Name, Links: linksOf(f),
 		},
 		Manifest: body, Refers: m.Refers(), Lists: m.Lists(), Shards: f.Shards,
 	}
-}
-
-// findingOf returns what to keep in the store of what was found of a manifest.
-func findingOf(m classify.Manifest, put index.PutManifest) (string, error) {
-	return classify.Finding{
-		Artifact:  classify.Artifact{Kind: put.Kind, State: put.State, Packaging: put.Packaging, Shards: put.Shards},
-		Rules:     classify.Rules,
-		Aggregate: put.Aggregate,
-		Evidence:  put.Evidence,
-	}.Encode(m)
-}
-
-// inherit gives a derived manifest that is no base and claims none the base that its subject is, of which baseOf tells.
-func inherit(
-	ctx context.Context, put *index.PutManifest,
-	baseOf func(ctx context.Context, repo string, d identity.Digest) (identity.Aggregate, error),
-) (err error) {
-	if put.Kind == api.KindBase {
-		return nil
+	var err error
+	if f.HasFacts() {
+		put.Facts, err = json.Marshal(f.Facts)
 	}
-	if put.Aggregate.IsZero() && !put.Subject.IsZero() {
-		if put.Aggregate, err = baseOf(ctx, put.Repo, put.Subject); err != nil {
-			return err
+	return put, err
+}
+
+// linksOf returns the links of an artifact as the index keeps them. One by name alone is among what was made from the
+// same base; where that is not known it means nothing.
+func linksOf(f classify.Finding) (links []index.Link) {
+	for _, l := range classify.Links(f.Kind, f.Facts) {
+		if !l.Digest.IsZero() {
+			links = append(links, index.Link{Relation: l.Relation, Target: l.Digest})
+		}
+		if !l.Aggregate.IsZero() {
+			links = append(links, index.Link{Relation: l.Relation, Target: index.AggregateTarget(l.Aggregate)})
+		}
+		if l.Name != "" && !f.Base.IsZero() {
+			links = append(links, index.Link{Relation: l.Relation, Target: index.NameTarget(f.Base, l.Name)})
 		}
 	}
-	if !put.Aggregate.IsZero() {
-		put.Evidence = api.EvidenceAsserted
-	}
-	return nil
+	return links
 }
 
-// checkSubject refuses a manifest whose annotation names another base than its subject is, wherever the caller may look
-// at that subject.
-func (r *Registry) checkSubject(ctx context.Context, c access.Caller, m classify.Manifest, rec index.Record) error {
-	if rec.Kind == api.KindBase || rec.Aggregate.IsZero() || m.Subject.IsZero() {
+// inherit adds to what was found of a manifest which base its subject is, of which baseOf tells.
+func inherit(
+	ctx context.Context, f *classify.Finding, repo string, subject identity.Digest,
+	baseOf func(ctx context.Context, repo string, d identity.Digest) (identity.Aggregate, error),
+) error {
+	if subject.IsZero() {
+		return nil
+	}
+	base, err := baseOf(ctx, repo, subject)
+	if err != nil {
+		return err
+	}
+	return f.From(subject, base)
+}
+
+// checkSubject refuses a manifest that names another base than its subject is, wherever the caller may look at that
+// subject.
+func (r *Registry) checkSubject(ctx context.Context, c access.Caller, m classify.Manifest, f classify.Finding) error {
+	if f.Kind == api.KindBase || f.Base.IsZero() || m.Subject.IsZero() {
 		return nil
 	}
 	for repo, err := range r.ix.ManifestHolders(ctx, m.Subject) {
@@ -415,17 +423,10 @@ func (r *Registry) checkSubject(ctx context.Context, c access.Caller, m classify
 		if !c.Sees(repo) {
 			continue
 		}
-		subject, err := r.ix.Get(ctx, repo, m.Subject.String())
-		if errors.Is(err, index.ErrNotFound) {
-			continue
+		base, err := r.baseOf(ctx, repo, m.Subject)
+		if err != nil || !base.IsZero() {
+			return errors.Join(err, f.From(m.Subject, base))
 		}
-		if err != nil {
-			return err
-		}
-		if subject.Kind == api.KindBase && !subject.Aggregate.IsZero() && subject.Aggregate != rec.Aggregate {
-			return classify.Conflict(rec.Aggregate.String(), subject.Aggregate.String())
-		}
-		return nil
 	}
 	return nil
 }

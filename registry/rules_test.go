@@ -22,7 +22,6 @@ import (
 	"github.com/kiln-registry/kiln-registry/registry/access"
 	"github.com/kiln-registry/kiln-registry/registry/prune"
 	"github.com/kiln-registry/kiln-registry/registry/upkeep"
-	v1 "github.com/opencontainers/image-spec/specs-go/v1"
 )
 
 // restart starts the registry again with another configuration.
@@ -244,12 +243,18 @@ func TestRetain(t *testing.T) {
 	now := time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC)
 	s.clock = func() time.Time { now = now.Add(time.Second); return now }
 	s.restart(nil)
+	size := int64(0) // of the blobs of each
 	checkpoint := func(repo string, n int, more map[string]any) identity.Digest {
 		t.Helper()
 		all := map[string]any{"artifactType": api.ArtifactTypeCheckpoint, "annotations": map[string]string{
 			"n": fmt.Sprint(n), api.AnnotationKind: string(api.KindCheckpoint)}}
 		maps.Copy(all, more)
-		m := s.manifest(repo, []desc{s.layer(repo, api.MediaTypeDoc, "state.bin", fmt.Appendf(nil, "state %d", n))}, all)
+		layers := s.checkpoint(repo, "demo", byte(n))
+		size = 2 // of the config
+		for _, l := range layers {
+			size += int64(l["size"].(int))
+		}
+		m := s.manifest(repo, layers, all)
 		d := identity.Sum(m)
 		if a := s.put(repo, d.String(), m); a.status != 201 {
 			t.Fatal(a)
@@ -287,14 +292,14 @@ func TestRetain(t *testing.T) {
 				kept[r.Digest] = r.Kept
 				return nil
 			}
-			if r.Repository != "team/run" || r.Bytes != 9 || r.Created.IsZero() {
+			if r.Repository != "team/run" || r.Bytes != size || r.Created.IsZero() {
 				t.Errorf("%+v", r)
 			}
 			gone = append(gone, r.Digest)
 			return nil
 		})
 	}
-	want := prune.Retained{DryRun: true, Found: 8, Newest: 3, Referred: 3, Retired: 2, Bytes: 18}
+	want := prune.Retained{DryRun: true, Found: 8, Newest: 3, Referred: 3, Retired: 2, Bytes: 2 * size}
 	goes := []identity.Digest{all[4], all[3]}
 	if did, err := retain(true, access.Everyone()); err != nil || did != want || !slices.Equal(gone, goes) {
 		t.Fatalf("%+v, %v, %v", did, err, gone)
@@ -348,17 +353,15 @@ func TestRetainByName(t *testing.T) {
 	checkpoint := func(repo, name string, n int) (d identity.Digest) {
 		t.Helper()
 		notes := map[string]string{"n": fmt.Sprint(n), api.AnnotationKind: string(api.KindCheckpoint)}
-		if name != "" {
-			notes[v1.AnnotationTitle] = name
-		}
-		m := s.manifest(repo, nil, map[string]any{"artifactType": api.ArtifactTypeCheckpoint, "annotations": notes})
+		m := s.manifest(repo, s.checkpoint(repo, name, 1), map[string]any{"artifactType": api.ArtifactTypeCheckpoint,
+			"annotations": notes})
 		if a := s.put(repo, identity.Sum(m).String(), m); a.status != 201 {
 			t.Fatal(a)
 		}
 		return identity.Sum(m)
 	}
 	red := []identity.Digest{checkpoint("team/run", "red", 1), checkpoint("team/run", "red", 2)}
-	none := []identity.Digest{checkpoint("team/run", "", 3), checkpoint("team/run", "", 4)}
+	none := []identity.Digest{checkpoint("team/run", "none", 3), checkpoint("team/run", "none", 4)}
 	blue := []identity.Digest{
 		checkpoint("team/run", "blue", 5), checkpoint("team/run", "blue", 6), checkpoint("team/run", "blue", 7),
 	}

@@ -19,8 +19,8 @@ import (
 
 const indexName = safetensors.IndexName
 
-// Blobs is what classification reads of blobs. The bytes of a blob are at most the first nine, or, for a shard index,
-// the whole of it.
+// Blobs is what classification reads of blobs. The bytes of a blob are at most the first nine, or, for a shard index and
+// a document, the whole of it.
 type Blobs interface {
 	Open(ctx context.Context, d identity.Digest, off, n int64) (io.ReadCloser, error)
 }
@@ -32,36 +32,46 @@ type Artifact struct {
 	Shards    identity.Manifest  // of a base whose state is direct; zero otherwise
 	Packaging identity.Digest    // of a base: over the names and digests of the files beside the shards
 	Claim     identity.Aggregate // what the manifest's annotation says about the base; zero: nothing
+	Base      identity.Aggregate // of the base that the artifact is, or was made from; zero: not known
+	Evidence  api.Evidence       // for that, unless it is the base
+	Facts     api.Facts          // what the documents inside say
 }
 
 // Classify says what an image manifest is. For an index the answer is an artifact of no kind. A manifest that
 // contradicts itself, or what its blobs hold, is api.ErrManifestInvalid; every other error is one of reading blobs.
 func Classify(ctx context.Context, blobs Blobs, m Manifest) (Artifact, error) {
-	a := Artifact{State: api.ContentNone}
+	a := Artifact{State: api.ContentNone, Evidence: api.EvidenceNone}
 	claim, err := identity.Aggregate{}, error(nil)
 	if s, ok := m.Annotations[api.AnnotationAggregate]; ok {
 		if claim, err = identity.ParseAggregate(s); err != nil {
 			return a, api.Errorf(api.CodeManifestInvalid, "annotation %s: %v", api.AnnotationAggregate, err)
 		}
 	}
-	a.Claim = claim
+	a.Claim, a.Base, a.Evidence = claim, claim, annotated(claim).evidence
 	files, err := filesOf(m)
 	if err != nil || m.IsIndex() {
 		return a, err
 	}
-	if a.Kind, err = declaredKind(m); err != nil {
+	if a.Kind, err = kindOf(m, files); err != nil {
 		return a, err
 	}
-	if a.Kind == "" && files.hasAdapter() {
-		a.Kind = api.KindAdapter
+	if readers[a.Kind] != nil {
+		return a, a.readDocuments(ctx, blobs, m, files)
 	}
-	if a.Kind != "" && a.Kind != api.KindBase {
-		return a, nil
-	}
-	if err := a.selectShards(ctx, blobs, m, files); err != nil {
+	if err := a.selectShards(ctx, blobs, m, files); err != nil || a.Kind != api.KindBase {
 		return a, err
 	}
+	a.Base, a.Evidence = a.Shards.Aggregate, api.EvidenceNone
 	return a, a.checkBase()
+}
+
+// kindOf is the kind that the manifest says it is of, else the one that its files show; a base shows only later.
+func kindOf(m Manifest, all files) (api.Kind, error) {
+	k, err := declaredKind(m)
+	if err != nil || k != "" {
+		return k, err
+	}
+	return all.guess(), nil
 }
 
 // checkBase refuses a base that is not what it says it is.
@@ -83,8 +93,7 @@ func (a Artifact) checkBase() error {
 
 // Conflict is the refusal of a manifest whose claim about its base is not what the registry finds.
 func Conflict(claimed, derived string) error {
-	return api.Errorf(api.CodeManifestInvalid, "annotation %s claims %s, but derived is %s", api.AnnotationAggregate,
-		claimed, derived).With(api.Conflict{Reason: api.CodeAggregateConflict, Claimed: claimed, Derived: derived})
+	return disagree(api.CodeAggregateConflict, claimed, "annotation "+api.AnnotationAggregate, derived, "the shards")
 }
 
 // ownTypes are the artifact types that say the kind.
@@ -124,14 +133,23 @@ type file struct {
 // files are the named layers of a manifest, by name.
 type files map[string]file
 
-// IndexSize returns the size in bytes of the shard index, which Classify holds in memory; 0 if there is none.
-func (m Manifest) IndexSize() int64 {
-	for _, d := range m.Layers {
-		if d.Name() == indexName {
-			return d.Size
+// TextSize returns the size in bytes of the largest text that Classify holds in memory: of a shard index or a document;
+// 0 if there is none.
+func (m Manifest) TextSize() (size int64) {
+	all, err := filesOf(m)
+	if err != nil || m.IsIndex() {
+		return 0
+	}
+	kind, err := kindOf(m, all)
+	if err != nil {
+		return 0
+	}
+	for _, f := range all.texts(kind) {
+		if f.Size <= api.MaxIndexDocumentBytes { // others are not read
+			size = max(size, f.Size)
 		}
 	}
-	return 0
+	return size
 }
 
 // filesOf returns the named layers. A name that could be misused, or that two layers share, refuses the manifest.
@@ -265,12 +283,9 @@ func choose(ctx context.Context, blobs Blobs, all files) (choice, error) {
 	return c, nil
 }
 
-// Heavy says whether classifying the manifest takes memory by the hundred megabytes, for a shard index far beyond
-// what a model has. Do one of those at a time.
-func (m Manifest) Heavy() bool {
-	const large = 4 << 20
-	return slices.ContainsFunc(m.Layers, func(d Descriptor) bool { return d.Size > large && d.Name() == indexName })
-}
+// Heavy is the TextSize from which classifying takes memory by the hundred megabytes: for a shard index far beyond what
+// a model has, or an eval with all its completions. Do one of those at a time.
+const Heavy = 4 << 20
 
 // readIndex reads the shard index. One that is too large, or in an archive, is read as empty: it is no index then.
 func readIndex(ctx context.Context, blobs Blobs, all files) ([]byte, error) {

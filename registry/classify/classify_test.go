@@ -154,11 +154,11 @@ func TestKindsAndStates(t *testing.T) {
 			kind: "adapter", state: "none"},
 		"adapter by type": {artifactType: api.ArtifactTypeAdapter, layers: []layer{{raw, "model.safetensors",
 			one, nil}}, kind: "adapter", state: "none"},
-		"checkpoint by note": {artifactType: api.ArtifactTypeBase,
-			notes: map[string]string{api.AnnotationKind: "checkpoint"}, layers: []layer{{raw, "model.safetensors", one,
-				nil}}, kind: "checkpoint", state: "none"},
-		"type and note agree": {artifactType: api.ArtifactTypeEval,
-			notes: map[string]string{api.AnnotationKind: "eval"}, kind: "eval", state: "none"},
+		"adapter by note": {artifactType: api.ArtifactTypeBase,
+			notes: map[string]string{api.AnnotationKind: "adapter"}, layers: []layer{{raw, "model.safetensors", one,
+				nil}}, kind: "adapter", state: "none"},
+		"type and note agree": {artifactType: api.ArtifactTypeAdapter,
+			notes: map[string]string{api.AnnotationKind: "adapter"}, kind: "adapter", state: "none"},
 		"base by note with PEFT": {notes: map[string]string{api.AnnotationKind: "base"}, layers: []layer{{config,
 			"sub/adapter_config.json", []byte("{}"), nil}, {raw, "model.safetensors", one, nil}}, kind: "base",
 			state: "direct", shards: 1},
@@ -242,7 +242,8 @@ func TestConflictNamesBothValues(t *testing.T) {
 	)
 	var e *api.Error
 	if !errors.As(err, &e) ||
-		e.Detail != (api.Conflict{Reason: "AGGREGATE_CONFLICT", Claimed: other, Derived: want.Aggregate.String()}) {
+		e.Detail != (api.Conflict{Reason: "AGGREGATE_CONFLICT", Claimed: other, Derived: want.Aggregate.String(),
+			ClaimedAt: "annotation " + api.AnnotationAggregate, DerivedAt: "the shards"}) {
 		t.Fatalf("%+v", e)
 	}
 }

@@ -4,6 +4,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"reflect"
 
 	"github.com/kiln-registry/kiln-registry/api"
 	"github.com/kiln-registry/kiln-registry/identity"
@@ -11,16 +12,17 @@ import (
 
 // Rules numbers the rules of Classify. It is raised when they find something else in the same manifest and blobs: what
 // was found by earlier ones is found again then, as far as the blobs are still there.
-const Rules = 1
+const Rules = 2
 
 // Finding is what was found of a manifest when it was put. It is kept beside the manifest, as what it rests on, the
 // blobs and the manifest of the subject, may be gone or damaged by the time that it is needed again.
 type Finding struct {
-	Artifact                     // but for the Claim
-	Rules     int                // by which it was found
-	Aggregate identity.Aggregate // of the base that the artifact is, or was made from; zero: not known
-	Evidence  api.Evidence       // for that, unless it is the base
+	Artifact     // but for the Claim
+	Rules    int // by which it was found
 }
+
+// HasFacts says whether there is anything that documents say.
+func (f Finding) HasFacts() bool { return !reflect.ValueOf(f.Facts).IsZero() }
 
 // finding is the form in which a Finding is kept. Shards are the layers that are the shards, by number.
 type finding struct {
@@ -31,11 +33,12 @@ type finding struct {
 	Evidence  api.Evidence       `json:"evidence"`
 	Packaging identity.Digest    `json:"packaging,omitzero"`
 	Shards    []int              `json:"shards,omitempty"`
+	Facts     api.Facts          `json:"facts,omitzero"`
 }
 
 // Encode returns the form in which the finding about m is kept: JSON.
 func (f Finding) Encode(m Manifest) (string, error) {
-	out := finding{f.Rules, f.Kind, f.State, f.Aggregate, f.Evidence, f.Packaging, nil}
+	out := finding{f.Rules, f.Kind, f.State, f.Base, f.Evidence, f.Packaging, nil, f.Facts}
 	if len(f.Shards.Shards) > 0 {
 		at := map[string]int{}
 		for i, d := range m.Layers {
@@ -60,8 +63,9 @@ func ParseFinding(m Manifest, kept string) (f Finding, err error) {
 		return f, err
 	}
 	f = Finding{
-		Artifact: Artifact{Kind: in.Kind, State: in.State, Packaging: in.Packaging},
-		Rules:    in.Rules, Aggregate: in.Aggregate, Evidence: in.Evidence,
+		Artifact: Artifact{Kind: in.Kind, State: in.State, Packaging: in.Packaging, Base: in.Aggregate,
+			Evidence: in.Evidence, Facts: in.Facts},
+		Rules: in.Rules,
 	}
 	if len(in.Shards) == 0 {
 		return f, nil
@@ -77,8 +81,30 @@ func ParseFinding(m Manifest, kept string) (f Finding, err error) {
 	if f.Shards, err = identity.New(shards); err != nil {
 		return f, err
 	}
-	if f.Shards.Aggregate != f.Aggregate {
+	if f.Shards.Aggregate != f.Base {
 		return f, errors.New("the shards have another aggregate")
 	}
 	return f, nil
+}
+
+// From notes the base of the subject that a manifest refers to, zero if it is none: it is one more claim about the base
+// from which the artifact was made. What is a base itself, or a statement about its subject, has none by it. A subject of
+// another base than is claimed otherwise refuses the manifest.
+func (f *Finding) From(subject identity.Digest, base identity.Aggregate) error {
+	if f.Kind == api.KindBase || f.Kind == api.KindStatement || base.IsZero() {
+		return nil
+	}
+	own := claim{f.Evidence, f.Base, f.Facts.Source}
+	if own.at == "" {
+		own.at = annotated(f.Base).at
+	}
+	best, err := strongest(own, claim{api.EvidenceAsserted, base, "subject " + subject.String()})
+	if err != nil {
+		return err
+	}
+	f.Base, f.Evidence = best.base, best.evidence
+	if f.Kind != "" {
+		f.Facts.Source = best.at
+	}
+	return nil
 }

@@ -22,7 +22,7 @@ func TestFindingIsKept(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	f := Finding{Artifact: a, Rules: 7, Aggregate: a.Shards.Aggregate, Evidence: api.EvidenceNone}
+	f := Finding{Artifact: a, Rules: 7}
 	kept, err := f.Encode(m)
 	if err != nil {
 		t.Fatal(err)
@@ -48,8 +48,8 @@ func TestFindingIsKept(t *testing.T) {
 			t.Errorf("%q: read", bad)
 		}
 	}
-	none := Finding{Artifact: Artifact{Kind: api.KindAdapter, State: api.ContentNone},
-		Aggregate: identity.Aggregate(identity.Sum(nil)), Evidence: api.EvidenceAsserted}
+	none := Finding{Artifact: Artifact{Kind: api.KindAdapter, State: api.ContentNone,
+		Base: identity.Aggregate(identity.Sum(nil)), Evidence: api.EvidenceAsserted}}
 	if kept, err = none.Encode(m); err != nil {
 		t.Fatal(err)
 	}

@@ -1,0 +1,253 @@
+package classify
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"maps"
+	"path"
+	"slices"
+	"strings"
+
+	"github.com/kiln-registry/kiln-registry/api"
+	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/identity/documents"
+)
+
+// ErrDamaged: a blob of the store is not what its digest says.
+var ErrDamaged = errors.New("blob is damaged")
+
+// rowsExt is the extension of a file of outcome rows.
+const rowsExt = ".jsonl"
+
+// claim is what one place says about the base of an artifact.
+type claim struct {
+	evidence api.Evidence
+	base     identity.Aggregate // zero: nothing
+	at       string             // where it stands
+}
+
+// evidences are the kinds of evidence, weakest first.
+var evidences = []api.Evidence{
+	"", api.EvidenceNone, api.EvidenceAggregateOnly, api.EvidenceAsserted, api.EvidenceDocument, api.EvidenceSigned,
+}
+
+// stronger says whether a claims more than b.
+func stronger(a, b api.Evidence) bool { return slices.Index(evidences, a) > slices.Index(evidences, b) }
+
+// said is what a document in a file says about the base.
+func said(file string, b documents.Binding) claim {
+	return claim{api.Evidence(b.Evidence), b.Aggregate, file + " " + b.Path}
+}
+
+// annotated is what the annotation of a manifest says about the base.
+func annotated(base identity.Aggregate) claim {
+	c := claim{api.EvidenceNone, base, "annotation " + api.AnnotationAggregate}
+	if !base.IsZero() {
+		c.evidence = api.EvidenceAsserted
+	}
+	return c
+}
+
+// strongest returns the claim that the binding rests on. Two that name different bases refuse the manifest.
+func strongest(claims ...claim) (best claim, err error) {
+	best.evidence = api.EvidenceNone
+	for _, c := range claims {
+		if !c.base.IsZero() && !best.base.IsZero() && c.base != best.base {
+			return best, disagree(api.CodeAggregateConflict, c.base.String(), c.at, best.base.String(), best.at)
+		}
+		if stronger(c.evidence, best.evidence) {
+			best = c
+		}
+	}
+	return best, nil
+}
+
+// disagree refuses a manifest of which two places say different things.
+func disagree(why api.Code, claimed, claimedAt, other, otherAt string) error {
+	return api.Errorf(api.CodeManifestInvalid, "%s: %s, but %s: %s", claimedAt, claimed, otherAt, other).With(api.Conflict{
+		Reason: why, Claimed: claimed, ClaimedAt: claimedAt, Derived: other, DerivedAt: otherAt,
+	})
+}
+
+// read reads the whole of a document. What comes is what the descriptor says, or an error.
+func read(ctx context.Context, blobs Blobs, f file, limit int64) ([]byte, error) {
+	if f.Size > limit {
+		return nil, tooLarge(f, limit)
+	}
+	r, err := blobs.Open(ctx, f.Digest, 0, -1)
+	if err != nil {
+		return nil, err
+	}
+	defer r.Close()
+	b := make([]byte, f.Size)
+	if _, err = io.ReadFull(r, b); errors.Is(err, io.ErrUnexpectedEOF) || errors.Is(err, io.EOF) && f.Size > 0 {
+		return nil, fmt.Errorf("read %s: %w: %s is shorter than %d bytes", f.name, ErrDamaged, f.Digest, f.Size)
+	} else if err != nil && !errors.Is(err, io.EOF) {
+		return nil, fmt.Errorf("read %s: %w", f.name, err)
+	}
+	if sum := identity.Sum(b); sum != f.Digest {
+		return nil, fmt.Errorf("read %s: %w: %s is %s now", f.name, ErrDamaged, f.Digest, sum)
+	}
+	return b, nil
+}
+
+func tooLarge(f file, limit int64) error {
+	return api.Errorf(api.CodeManifestInvalid, "%s has %d bytes, at most %d are read of such a document", f.name, f.Size,
+		limit).With(api.BadDocument{Reason: api.CodeDocumentInvalid, File: f.name, Rule: documents.RuleInputSize})
+}
+
+// readAs reads a document from its file. One that breaks a rule of its format refuses the manifest.
+func readAs[T any](m *made, f file, limit int64, parse func([]byte) (T, error)) (v T, err error) {
+	text, err := read(m.ctx, m.blobs, f, limit)
+	if err != nil {
+		return v, err
+	}
+	v, err = parse(text)
+	return v, refused(f.name, err)
+}
+
+// refused turns the error of a reader of documents into the refusal of the manifest. The document is the file.
+func refused(name string, err error) error {
+	e, ok := errors.AsType[*documents.Error](err)
+	switch {
+	case !ok:
+		return err
+	case e.Said != "":
+		why := api.CodeDocumentConflict
+		if e.Rule == documents.RuleBaseConflict {
+			why = api.CodeAggregateConflict
+		}
+		return disagree(why, e.Said, name+" "+e.Path, e.Other, e.OtherAt)
+	}
+	return api.Errorf(api.CodeManifestInvalid, "%s: %v", name, e).With(api.BadDocument{
+		Reason: api.CodeDocumentInvalid, File: name, Path: e.Path, Rule: e.Rule,
+	})
+}
+
+// plain says whether the blob of a layer may be the file itself, byte for byte: whatever its type says, as long as that
+// is no archive and no compression. Clients call single documents what they like.
+func (f file) plain() bool {
+	return f.raw || !f.nondistributable() && !isArchive(f.Descriptor) && !strings.Contains(f.MediaType, "+gzip") &&
+		!strings.Contains(f.MediaType, "+zstd") && !strings.Contains(f.MediaType, "+encrypted")
+}
+
+// document returns the file of a document that stands at the top.
+func (f files) document(name string) (file, bool) {
+	d, ok := f[name]
+	return d, ok && d.plain()
+}
+
+// ending returns the plain files at the top whose name has one of the extensions, by name.
+func (f files) ending(exts ...string) (found []file) {
+	for _, name := range slices.Sorted(maps.Keys(f)) {
+		if !strings.Contains(name, "/") && f[name].plain() && slices.Contains(exts, path.Ext(name)) {
+			found = append(found, f[name])
+		}
+	}
+	return found
+}
+
+// sums returns the digests of the plain files by name.
+func (f files) sums() map[string]identity.Digest {
+	out := map[string]identity.Digest{}
+	for name, d := range f {
+		if d.plain() {
+			out[name] = d.Digest
+		}
+	}
+	return out
+}
+
+// one returns the one document of an artifact that says that it is of a kind.
+func (f files) one(kind api.Kind, exts ...string) (file, error) {
+	found := f.ending(exts...)
+	if len(found) == 1 {
+		return found[0], nil
+	}
+	var names []string
+	for _, d := range found {
+		names = append(names, d.name)
+	}
+	return file{}, api.Errorf(api.CodeManifestInvalid, "an artifact of kind %s is one document %s at the top, and this has "+
+		"%d: %.300q", kind, strings.Join(exts, " or "), len(found), names).With(
+		api.BadDocument{Reason: api.CodeDocumentInvalid, Rule: documents.RuleFileMissing})
+}
+
+// needed returns the document of that name, which an artifact of the kind must have.
+func (f files) needed(kind api.Kind, name string) (file, error) {
+	if d, ok := f.document(name); ok {
+		return d, nil
+	}
+	return file{}, api.Errorf(api.CodeManifestInvalid, "an artifact of kind %s has a file %s at the top, and this has none",
+		kind, name).With(api.BadDocument{Reason: api.CodeDocumentInvalid, File: name, Rule: documents.RuleFileMissing})
+}
+
+// guess returns the kind of an artifact that does not say it, if its documents do.
+func (f files) guess() api.Kind {
+	_, checkpoint := f.document(documents.CheckpointFile)
+	switch {
+	case checkpoint:
+		return api.KindCheckpoint
+	case f.hasAdapter():
+		return api.KindAdapter
+	}
+	texts := f.ending(".json", rowsExt)
+	if len(texts) == 1 && texts[0].name == documents.ReceiptFile && len(f.ending(identity.Extension)) == 0 {
+		return api.KindReceipt
+	}
+	return ""
+}
+
+// texts returns the documents that classification holds in memory as a whole.
+func (f files) texts(kind api.Kind) []file {
+	switch kind {
+	case api.KindCheckpoint:
+		return []file{f[documents.CheckpointFile]}
+	case api.KindReceipt:
+		return []file{f[documents.ReceiptFile]}
+	case api.KindAdapter, api.KindEval, api.KindStatement:
+		return f.ending(".json")
+	}
+	return []file{f[indexName]}
+}
+
+// made is an artifact whose documents are being read.
+type made struct {
+	*Artifact
+	ctx    context.Context
+	blobs  Blobs
+	files  files
+	layers []Descriptor
+	claims []claim
+	kiln   bool // it has a Kiln record, which should hold the full manifest of its base
+}
+
+// readers read the documents of an artifact, by its kind.
+var readers = map[api.Kind]func(*made) error{
+	api.KindAdapter:    (*made).adapter,
+	api.KindCheckpoint: (*made).checkpoint,
+	api.KindReceipt:    (*made).receipt,
+	api.KindEval:       (*made).eval,
+	api.KindStatement:  (*made).statement,
+}
+
+// readDocuments reads what the documents of an artifact say, and compares it with the files and with each other.
+func (a *Artifact) readDocuments(ctx context.Context, blobs Blobs, m Manifest, all files) error {
+	made := &made{Artifact: a, ctx: ctx, blobs: blobs, files: all, layers: m.Layers}
+	if err := readers[a.Kind](made); err != nil {
+		return err
+	}
+	best, err := strongest(append(made.claims, annotated(a.Claim))...)
+	if err != nil {
+		return err
+	}
+	a.Base, a.Evidence = best.base, best.evidence
+	a.Facts.Legacy = a.Facts.Legacy || made.kiln && best.evidence != api.EvidenceDocument
+	if !best.base.IsZero() {
+		a.Facts.Source = best.at
+	}
+	a.Facts = bounded(a.Facts)
+	return nil
+}
