@@ -174,7 +174,8 @@ func (m AdapterManifest) CheckFiles(files map[string]identity.Digest) error {
 		case f.want.IsZero() && f.name == receipt: // not recorded
 		case got != f.want:
 			return &Error{Kind: KindAdapterManifest, Rule: RuleFileDigest, Path: f.path,
-				Msg: fmt.Sprintf("is %v, but the file %q has %v", f.want, f.name, got)}
+				Msg:  fmt.Sprintf("is %v, but the file %q has %v", f.want, f.name, got),
+				Said: f.want.String(), Other: got.String(), OtherAt: f.name}
 		}
 	}
 	return nil
@@ -185,14 +186,17 @@ func (m AdapterManifest) CheckFiles(files map[string]identity.Digest) error {
 func (m AdapterManifest) CheckReceipt(r Receipt) error {
 	if !m.Receipt.IsZero() && m.Receipt != r.Digest {
 		return &Error{Kind: KindAdapterManifest, Rule: RuleFileDigest, Path: "$.receipt_hash",
-			Msg: fmt.Sprintf("is %v, but the receipt has %v", m.Receipt, r.Digest)}
+			Msg:  fmt.Sprintf("is %v, but the receipt has %v", m.Receipt, r.Digest),
+			Said: m.Receipt.String(), Other: r.Digest.String(), OtherAt: string(KindReceipt)}
 	}
 	if _, err := Join(r.Base(), m.Base()); err != nil {
 		return err
 	}
 	if out := r.Output.Weights; !out.IsZero() && out != m.Weights {
 		return &Error{Kind: KindAdapterManifest, Rule: RuleAgreement, Path: "$.safetensors_hash",
-			Msg: fmt.Sprintf("is %v, but the %s $.adapters.output.adapter_model_sha256 is %v", m.Weights, KindReceipt, out)}
+			Msg:  fmt.Sprintf("is %v, but the %s $.adapters.output.adapter_model_sha256 is %v", m.Weights, KindReceipt, out),
+			Said: m.Weights.String(), Other: out.String(),
+			OtherAt: string(KindReceipt) + " $.adapters.output.adapter_model_sha256"}
 	}
 	return nil
 }

@@ -1,9 +1,11 @@
 package documents
 
 import (
+	"errors"
 	"fmt"
 	"maps"
 	"slices"
+	"strconv"
 	"strings"
 	"unicode/utf8"
 
@@ -134,6 +136,10 @@ func ParseCheckpoint(data []byte) (Checkpoint, error) {
 		}
 		return c.check()
 	})
+	if e, ok := errors.AsType[*Error](err); ok && e.Rule == RuleBaseConflict {
+		e.Said, e.Other = c.Aux.BaseAggregate.String(), c.Aux.Shards.Aggregate.String()
+		e.OtherAt = string(KindCheckpoint) + " $.auxiliary_state." + baseMember + ".aggregate_sha256"
+	}
 	if err != nil {
 		return Checkpoint{}, err
 	}
@@ -540,11 +546,15 @@ func (f File) check(e Entry) error {
 	if err := checkRegular(e); err != nil {
 		return err
 	}
-	if e.Size != f.Size {
-		return folderFault(RuleFileSize, "the file %.200q has %d bytes, must have %d", e.Path, e.Size, f.Size)
-	}
-	if e.Digest != f.Digest {
-		return folderFault(RuleFileDigest, "the file %.200q has %v, must have %v", e.Path, e.Digest, f.Digest)
+	switch {
+	case e.Size != f.Size:
+		return &Error{Kind: KindCheckpoint, Rule: RuleFileSize, Path: fmt.Sprintf("$.files[%.200q].size_bytes", e.Path),
+			Msg:  fmt.Sprintf("the file %.200q has %d bytes, must have %d", e.Path, e.Size, f.Size),
+			Said: strconv.FormatUint(f.Size, 10), Other: strconv.FormatUint(e.Size, 10), OtherAt: e.Path}
+	case e.Digest != f.Digest:
+		return &Error{Kind: KindCheckpoint, Rule: RuleFileDigest, Path: fmt.Sprintf("$.files[%.200q].sha256", e.Path),
+			Msg:  fmt.Sprintf("the file %.200q has %v, must have %v", e.Path, e.Digest, f.Digest),
+			Said: f.Digest.String(), Other: e.Digest.String(), OtherAt: e.Path}
 	}
 	return nil
 }

@@ -117,6 +117,9 @@ type Error struct {
 	Path string // of the value, such as $.model.config_hash; "$" is the document itself
 	Msg  string // what is wrong with it, with the values
 	Err  error  // what the JSON reader said, if it was that
+	// Where the value at Path and another one disagree, Said is that value, and Other the other one, which is at OtherAt:
+	// a document with a path, or a file. Texts; all empty for every other fault.
+	Said, Other, OtherAt string
 }
 
 // Error gives one line: document, place, fault, hint and rule.
@@ -187,7 +190,8 @@ func Join(bindings ...Binding) (Binding, error) {
 	for _, b := range bindings {
 		if !b.Aggregate.IsZero() && !best.Aggregate.IsZero() && b.Aggregate != best.Aggregate {
 			return Binding{}, &Error{Kind: b.Kind, Rule: RuleBaseConflict, Path: b.Path, Msg: fmt.Sprintf(
-				"the base is %v, but the %s names %v", b.Aggregate, best.Where(), best.Aggregate)}
+				"the base is %v, but the %s names %v", b.Aggregate, best.Where(), best.Aggregate),
+				Said: b.Aggregate.String(), Other: best.Aggregate.String(), OtherAt: best.Where()}
 		}
 		if b.Evidence.strength() > best.Evidence.strength() {
 			best = b
