@@ -10,7 +10,9 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"syscall"
 
+	"github.com/kiln-registry/kiln-registry/api"
 	"github.com/kiln-registry/kiln-registry/api/client"
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/transfer/staging"
@@ -60,7 +62,8 @@ type Pulled struct {
 // Pull makes dir the folder of an artifact: whole and verified, or not at all. What an interrupted pull received is kept
 // beside dir and used by the next one; every byte is hashed once, as it is written. A folder that is there already is
 // left, if it is that of the artifact and was not touched since it was verified. Damage to a folder that was pulled is
-// repaired; any other folder that is not empty is ErrOccupied.
+// repaired; any other folder that is not empty is ErrOccupied. The files of a checkpoint get no second name, and one
+// that has one is fetched anew.
 //
 // The errors are staging.ErrBusy, staging.ErrCollides, staging.ErrForeign, staging.ErrLost, ErrOccupied, ErrTarget, *SpaceError and
 // *FetchError. After each of them dir is as it was.
@@ -176,7 +179,7 @@ func (p *pull) find(there map[string]fs.FileInfo) {
 	names := map[string]bool{}
 	for _, f := range p.plan.Files {
 		names[f.Name] = true
-		if fi := there[f.Name]; fi != nil && fi.Mode().IsRegular() && fi.Size() == f.Size {
+		if fi := there[f.Name]; fi != nil && fi.Mode().IsRegular() && fi.Size() == f.Size && p.alone(fi) {
 			p.use = append(p.use, f)
 		}
 	}
@@ -186,6 +189,12 @@ func (p *pull) find(there map[string]fs.FileInfo) {
 		}
 	}
 	slices.Sort(p.extra)
+}
+
+// alone says whether a file may be taken as it is: one of a checkpoint must have no other name.
+func (p *pull) alone(fi fs.FileInfo) bool {
+	s, ok := fi.Sys().(*syscall.Stat_t)
+	return p.plan.Kind != api.KindCheckpoint || ok && s.Nlink == 1
 }
 
 // list returns what lies below a folder, by name, apart from folders. A folder that does not exist is empty.

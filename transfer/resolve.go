@@ -34,8 +34,11 @@ var ErrNoTag = errors.New("names neither a tag nor a digest")
 // Plan is one artifact of a registry, resolved once: its digest, and the files that it holds.
 type Plan struct {
 	staging.Record
-	Base   identity.Manifest // of its shards, as the descriptors say; zero: it has no base identity
-	NoBase error             // why Base is zero; else nil
+	Kind    api.Kind          // as its manifest says or its file names show; empty: none that this project knows
+	Base    identity.Manifest // of its shards, as the descriptors say; zero: it has no base identity
+	NoBase  error             // why Base is zero; else nil
+	Claim   string            // what its annotation says about its base, unchecked; empty: nothing
+	Subject identity.Digest   // the manifest that it refers to; zero: none
 }
 
 // Bytes returns the size of all files.
@@ -71,14 +74,70 @@ func Resolve(ctx context.Context, c *client.Client, ref client.Reference) (Plan,
 		p.Files, err = filesOf(doc)
 	}
 	if err == nil {
-		if p.NoBase = notBase(doc); p.NoBase == nil {
-			err = p.identify(ctx, c)
-		}
+		err = p.describe(ctx, c, doc)
 	}
 	if err != nil {
 		return Plan{}, fmt.Errorf("manifest %s of %s: %w", m.Digest, ref.Repo, err)
 	}
 	return p, nil
+}
+
+// describe fills in what an artifact is.
+func (p *Plan) describe(ctx context.Context, c *client.Client, doc v1.Manifest) (err error) {
+	p.Claim = doc.Annotations[api.AnnotationAggregate]
+	if doc.Subject != nil {
+		if p.Subject, err = identity.ParseDigest(string(doc.Subject.Digest)); err != nil {
+			return fmt.Errorf("%w: its subject: %w", ErrArtifact, err)
+		}
+	}
+	if p.NoBase = notBase(doc); p.NoBase == nil {
+		if err = p.identify(ctx, c); err != nil {
+			return err
+		}
+	}
+	p.Kind = p.kind(doc)
+	return nil
+}
+
+// types are the artifact types that say the kind.
+var types = map[string]api.Kind{
+	api.ArtifactTypeAdapter: api.KindAdapter, api.ArtifactTypeCheckpoint: api.KindCheckpoint,
+	api.ArtifactTypeEval: api.KindEval, api.ArtifactTypeReceipt: api.KindReceipt,
+	api.ArtifactTypeStatement: api.KindStatement,
+}
+
+// kind is the kind that the manifest says, else the one that the file names show: tools that do not know of kinds push
+// adapters, checkpoints and receipts too.
+func (p *Plan) kind(doc v1.Manifest) api.Kind {
+	switch said := api.Kind(doc.Annotations[api.AnnotationKind]); {
+	case said.Known():
+		return said
+	case types[doc.ArtifactType] != "":
+		return types[doc.ArtifactType]
+	case p.Has("adapter_config.json"), p.Has("adapter_model.safetensors"):
+		return api.KindAdapter
+	case p.Has("checkpoint_manifest.json"):
+		return api.KindCheckpoint
+	case p.NoBase == nil:
+		return api.KindBase
+	case len(p.Files) == 1 && p.Has("train_receipt.json"):
+		return api.KindReceipt
+	}
+	return ""
+}
+
+// Has says whether the artifact holds a file of that name.
+func (p Plan) Has(name string) bool {
+	return slices.ContainsFunc(p.Files, func(f staging.File) bool { return f.Name == name })
+}
+
+// Document fetches a file of at most limit bytes and checks its digest. ErrArtifact, if there is none or it is larger.
+func (p Plan) Document(ctx context.Context, c *client.Client, name string, limit int64) ([]byte, error) {
+	i := slices.IndexFunc(p.Files, func(f staging.File) bool { return f.Name == name })
+	if i < 0 {
+		return nil, fmt.Errorf("%w: it holds no %s", ErrArtifact, name)
+	}
+	return small(ctx, c, p.Repository, p.Files[i], limit)
 }
 
 // identify selects the shards among the files and takes their identity from the descriptors. Only the index document is
@@ -94,7 +153,7 @@ func (p *Plan) identify(ctx context.Context, c *client.Client) error {
 	}
 	var fetchErr error
 	sel, err := safetensors.Select(names, func() (b []byte, err error) {
-		b, fetchErr = small(ctx, c, p.Repository, byName[indexName])
+		b, fetchErr = small(ctx, c, p.Repository, byName[indexName], api.MaxIndexDocumentBytes)
 		return b, fetchErr
 	})
 	if fetchErr != nil {
@@ -117,9 +176,9 @@ func (p *Plan) identify(ctx context.Context, c *client.Client) error {
 }
 
 // small fetches a blob that fits memory.
-func small(ctx context.Context, c *client.Client, repo string, f staging.File) (b []byte, err error) {
-	if f.Size > api.MaxIndexDocumentBytes {
-		return nil, fmt.Errorf("%w: %s has %d bytes, more than %d", ErrArtifact, f.Name, f.Size, api.MaxIndexDocumentBytes)
+func small(ctx context.Context, c *client.Client, repo string, f staging.File, limit int64) (b []byte, err error) {
+	if f.Size > limit {
+		return nil, fmt.Errorf("%w: %s has %d bytes, more than %d", ErrArtifact, f.Name, f.Size, limit)
 	}
 	if f.Size == 0 {
 		return nil, nil
@@ -159,9 +218,7 @@ func notBase(doc v1.Manifest) error {
 	if k := api.Kind(doc.Annotations[api.AnnotationKind]); k != "" && k != api.KindBase {
 		return fmt.Errorf("the artifact is of kind %q", k)
 	}
-	switch doc.ArtifactType {
-	case api.ArtifactTypeAdapter, api.ArtifactTypeCheckpoint, api.ArtifactTypeEval, api.ArtifactTypeReceipt,
-		api.ArtifactTypeStatement:
+	if types[doc.ArtifactType] != "" {
 		return fmt.Errorf("the artifact is of type %q", doc.ArtifactType)
 	}
 	return nil
@@ -288,18 +345,31 @@ func ResolveAggregate(ctx context.Context, c *client.Client, a identity.Aggregat
 	if len(held) == 0 {
 		return Plan{}, elsewhere(ctx, c, a, repo)
 	}
-	e := &PackagingsError{Aggregate: a, More: max(0, len(held)-maxCompared)}
-	for _, h := range held[:len(held)-e.More] {
-		p, err := resolveHeld(ctx, c, a, h)
+	more := max(0, len(held)-maxCompared)
+	var plans []Plan
+	for _, h := range held[:len(held)-more] {
+		p, err := ResolveHeld(ctx, c, a, h)
 		if err != nil {
 			return Plan{}, err
 		}
-		e.Plans = append(e.Plans, p)
+		plans = append(plans, p)
 	}
-	if e.Differences = differences(e.Plans); len(e.Differences) > 0 || e.More > 0 {
+	return choose(a, plans, more)
+}
+
+// Choose returns the first of several plans of one base. Where the choice would decide about more than how the shards
+// are called, it is a *PackagingsError.
+func Choose(a identity.Aggregate, plans []Plan) (Plan, error) {
+	more := max(0, len(plans)-maxCompared)
+	return choose(a, plans[:len(plans)-more], more)
+}
+
+func choose(a identity.Aggregate, plans []Plan, more int) (Plan, error) {
+	e := &PackagingsError{Aggregate: a, Plans: plans, More: more}
+	if e.Differences = differences(plans); len(e.Differences) > 0 || more > 0 {
 		return Plan{}, e
 	}
-	return e.Plans[0], nil
+	return plans[0], nil
 }
 
 // maxPages ends a listing that goes on for ever: a million entries with the pages of a registry of this project.
@@ -477,7 +547,8 @@ func newest(ctx context.Context, c *client.Client, a identity.Aggregate, repo st
 	}), nil
 }
 
-func resolveHeld(ctx context.Context, c *client.Client, a identity.Aggregate, h api.Held) (Plan, error) {
+// ResolveHeld reads a manifest that the registry lists for a base. ErrArtifact, if it does not hold that base.
+func ResolveHeld(ctx context.Context, c *client.Client, a identity.Aggregate, h api.Held) (Plan, error) {
 	p, err := Resolve(ctx, c, client.Reference{Host: c.Host(), Repo: h.Repository, Digest: h.Digest})
 	if err != nil {
 		return Plan{}, err

@@ -2,7 +2,10 @@ package main
 
 import "github.com/spf13/cobra"
 
-// commands lists the commands; each is in the file of its name.
+// commands lists the commands; each is in the file that its name begins with.
 func commands() []*cobra.Command {
-	return []*cobra.Command{pullCommand(), findCommand(), verifyCommand(), residentCommand()}
+	return []*cobra.Command{
+		pullCommand(), findCommand(), verifyCommand(), residentCommand(), checkAdapterCommand(), checkEvalCommand(),
+		checkResumeCommand(),
+	}
 }

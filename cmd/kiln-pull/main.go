@@ -20,6 +20,9 @@ import (
 	"github.com/kiln-registry/kiln-registry/identity/safetensors"
 	"github.com/kiln-registry/kiln-registry/internal/cli"
 	"github.com/kiln-registry/kiln-registry/transfer"
+	"github.com/kiln-registry/kiln-registry/transfer/artifact"
+	"github.com/kiln-registry/kiln-registry/transfer/folder"
+	"github.com/kiln-registry/kiln-registry/transfer/made"
 	"github.com/kiln-registry/kiln-registry/transfer/staging"
 )
 
@@ -128,8 +131,18 @@ func explain(err error) error {
 	var elsewhere *transfer.ElsewhereError
 	var odd *transfer.AggregateError
 	var rule *safetensors.Error
+	var refused *artifact.Error
+	var health *transfer.HealthError
 	code, hint := 0, ""
 	switch {
+	case errors.As(err, &refused):
+		code, hint = cli.CodeBadInput, refused.Hint
+	case errors.As(err, &health) && cli.Code(err) == cli.CodeUnreachable:
+		code, hint = cli.CodeUnreachable, "check the address, and that the model is resident there (kiln-pull resident)"
+	case errors.Is(err, made.ErrNotMade), errors.Is(err, transfer.ErrNoIdentity):
+		code = cli.CodeUsage
+	case errors.Is(err, folder.ErrChanged):
+		code, hint = cli.CodeBadInput, "let whatever writes there finish, then run it again"
 	case errors.Is(err, staging.ErrBusy):
 		code, hint = cli.CodeTryAgain, "wait for it, or stop it; the next pull goes on from where it is"
 	case errors.Is(err, staging.ErrLost):

@@ -3,6 +3,7 @@ package main
 import (
 	"context"
 	"fmt"
+	"maps"
 	"net/http"
 	"net/http/httptest"
 	"os"
@@ -25,13 +26,15 @@ import (
 func TestMain(m *testing.M) { testscript.Main(m, map[string]func(){"kiln-pull": main}) }
 
 // TestScripts runs one script per promise. Each has a registry of its own at $REGISTRY, and servers that deny everything
-// at $DENIED, answer with a page at $PAGE, and say what would work a terminal at $LIAR.
+// at $DENIED, answer with a page at $PAGE, say what would work a terminal at $LIAR, and serve a model at $RESIDENT.
 func TestScripts(t *testing.T) {
+	cmds := map[string]func(*testscript.TestScript, bool, []string){
+		"exits": testregistry.Exits, "shard": makeShard, "push": push, "turn": turn, "sent": sent, "disk": disk, "damage": damage,
+	}
+	maps.Copy(cmds, madeCommands)
 	testscript.Run(t, testscript.Params{
-		Dir: "testdata",
-		Cmds: map[string]func(*testscript.TestScript, bool, []string){
-			"exits": testregistry.Exits, "shard": makeShard, "push": push, "turn": turn, "sent": sent, "disk": disk, "damage": damage,
-		},
+		Dir:  "testdata",
+		Cmds: cmds,
 		Setup: func(e *testscript.Env) error {
 			reg, err := testregistry.Open(filepath.Join(e.WorkDir, ".registry"), e.Defer)
 			if err != nil {
@@ -47,7 +50,8 @@ func TestScripts(t *testing.T) {
 					w.Header().Set("Content-Type", "text/html")
 					fmt.Fprint(w, "<html>log in</html>")
 				}),
-				"LIAR": http.HandlerFunc(lie),
+				"LIAR":     http.HandlerFunc(lie),
+				"RESIDENT": http.FileServer(http.Dir(filepath.Join(e.WorkDir, "resident"))),
 			} {
 				srv := httptest.NewServer(h)
 				e.Defer(srv.Close)

@@ -13,27 +13,39 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/kiln-registry/kiln-registry/api"
 	"github.com/kiln-registry/kiln-registry/api/client"
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/internal/cli"
 	"github.com/kiln-registry/kiln-registry/internal/cli/progress"
 	"github.com/kiln-registry/kiln-registry/transfer"
+	"github.com/kiln-registry/kiln-registry/transfer/made"
 )
 
 type pullFlags struct {
 	cli.Flags
 	registry, repo string
 	options        transfer.PullOptions
+
+	withBase, against string // of what was made from a base
+	allow             bool   // another base than that of against
+	stderr            io.Writer
 }
 
 func pullCommand() *cobra.Command {
 	var f pullFlags
 	cmd := &cobra.Command{
 		Use:   "pull REF|AGGREGATE DIR",
-		Short: "Make DIR the folder of a model: whole and verified, or not at all",
-		Long: "Make DIR the folder of a model: whole and verified, or not at all.\n\n" +
+		Short: "Make DIR the folder of a model, or of what was made from one: whole and verified, or not at all",
+		Long: "Make DIR the folder of a model, or of what was made from one: whole and verified, or not at all.\n\n" +
 			"What an interrupted pull received is kept beside DIR, in .NAME.kiln, and the same command goes on from there.\n" +
-			"A folder that is already that of the model is left as it is; one that was damaged since is repaired.",
+			"A folder that is already that of the model is left as it is; one that was damaged since is repaired.\n\n" +
+			"An adapter, checkpoint, eval or receipt is named by a REF. --with-base pulls the base that it was made from\n" +
+			"too, under the file names that it recorded. --against refuses one that was made from another base. A\n" +
+			"checkpoint needs a DIR called *.kiln-checkpoint, and its files never share their bytes with other names.",
+		Example: "  kiln-pull pull 127.0.0.1:5000/team/model:v1 ./model\n" +
+			"  kiln-pull pull 127.0.0.1:5000/team/sql:v1 ./sql --with-base ./model\n" +
+			"  kiln-pull pull 127.0.0.1:5000/team/sql:v1 ./sql --against http://127.0.0.1:8420",
 		Args: cli.Args("REF|AGGREGATE", "DIR"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			s, err := parseSource(args[0], f.registry, f.repo)
@@ -49,6 +61,9 @@ func pullCommand() *cobra.Command {
 	cmd.Flags().IntVar(&f.options.Jobs, "jobs", 8, "files, or parts of a file, received at a time")
 	cmd.Flags().BoolVar(&f.options.Replace, "replace", false, "replace the folder at DIR, whatever it is; its files that match are used")
 	cmd.Flags().BoolVar(&f.options.Repair, "repair", false, "take a DIR without a record: keep its files that match, replace the rest")
+	cmd.Flags().StringVar(&f.withBase, "with-base", "", "DIR for the base that it was made from, which is pulled too")
+	cmd.Flags().StringVar(&f.against, "against", "", "the base that it shall run on: DIR, FILE, REF, AGGREGATE or http://host:8420")
+	cmd.Flags().BoolVar(&f.allow, "allow-mismatch", false, "pull it also if it was made from another base than --against")
 	return cmd
 }
 
@@ -56,6 +71,7 @@ func (f *pullFlags) pull(ctx context.Context, s source, dir string, stdout, stde
 	if f.options.Jobs < 1 || f.options.Jobs > 64 {
 		return cli.Usagef("--jobs %d: want 1 to 64", f.options.Jobs)
 	}
+	f.stderr = stderr
 	show := progress.New(f.Flags, stdout, stderr)
 	c, err := f.Client(s.host, show.Note)
 	if err != nil {
@@ -63,7 +79,7 @@ func (f *pullFlags) pull(ctx context.Context, s source, dir string, stdout, stde
 		return err
 	}
 	defer c.Close()
-	done, plan, err := f.transfer(ctx, c, s, dir, show)
+	all, err := f.transfer(ctx, c, s, dir, show)
 	show.Close()
 	var packagings *transfer.PackagingsError
 	if errors.As(err, &packagings) {
@@ -72,18 +88,55 @@ func (f *pullFlags) pull(ctx context.Context, s source, dir string, stdout, stde
 	if err != nil {
 		return err
 	}
-	return writePulled(stdout, f.JSON, plan, done)
+	for _, p := range all {
+		if err := p.write(stdout, f.JSON); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// pulled is one folder that a pull has made.
+type pulled struct {
+	plan transfer.Plan
+	done transfer.Pulled
+	made *made.Artifact // what its documents say of its base; nil: it is a base, or they were not read
 }
 
 func (f *pullFlags) transfer(ctx context.Context, c *client.Client, s source, dir string, show *progress.Show) (
-	done transfer.Pulled, plan transfer.Plan, err error,
+	all []pulled, err error,
 ) {
-	if plan, err = s.resolve(ctx, c, show.Note); err != nil {
-		return done, plan, err
+	plan, err := s.resolve(ctx, c, show.Note)
+	if err != nil {
+		return nil, err
 	}
+	from, base, err := f.prepare(ctx, c, plan, dir, show)
+	if err != nil {
+		return nil, err
+	}
+	done, err := f.fetch(ctx, c, plan, dir, show)
+	if err == nil && plan.Kind == api.KindCheckpoint {
+		err = made.CheckFolder(done.Target, done.Record)
+	}
+	if err != nil {
+		return nil, err
+	}
+	all = append(all, pulled{plan, done, from})
+	if base == nil {
+		return all, nil
+	}
+	if done, err = f.fetch(ctx, c, *base, f.withBase, show); err != nil {
+		return nil, fmt.Errorf("%s is pulled; its base is not: %w", dir, err)
+	}
+	return append(all, pulled{*base, done, nil}), nil
+}
+
+func (f *pullFlags) fetch(ctx context.Context, c *client.Client, plan transfer.Plan, dir string, show *progress.Show) (
+	transfer.Pulled, error,
+) {
 	show.Note("pulling " + plan.Reference())
 	f.options.Watch = show.Watch
-	done, err = transfer.Pull(ctx, c, plan, dir, f.options)
+	done, err := transfer.Pull(ctx, c, plan, dir, f.options)
 	if errors.Is(err, transfer.ErrOccupied) {
 		hint := "name another folder; --replace replaces what is there"
 		if !f.options.Repair && !errors.Is(err, transfer.ErrExtra) {
@@ -91,7 +144,7 @@ func (f *pullFlags) transfer(ctx context.Context, c *client.Client, s source, di
 		}
 		err = cli.Hint(err, hint)
 	}
-	return done, plan, explainPlace(err)
+	return done, explainPlace(err)
 }
 
 // explainPlace says where a pull writes.
@@ -109,7 +162,9 @@ type pulledJSON struct {
 	Event     string             `json:"event"` // pulled
 	Folder    string             `json:"folder"`
 	Reference string             `json:"reference"`
+	Kind      api.Kind           `json:"kind,omitempty"`
 	Aggregate identity.Aggregate `json:"aggregate_sha256,omitzero"`
+	MadeFrom  *madeFrom          `json:"made_from,omitempty"`
 	Files     int                `json:"files"`
 	Size      int64              `json:"size_bytes"`
 	Already   bool               `json:"already_there"`
@@ -119,11 +174,12 @@ type pulledJSON struct {
 	Verified  time.Time          `json:"verified_at"`
 }
 
-func writePulled(w io.Writer, asJSON bool, plan transfer.Plan, done transfer.Pulled) error {
+func (p pulled) write(w io.Writer, asJSON bool) error {
+	plan, done := p.plan, p.done
 	out := pulledJSON{
-		Event: "pulled", Folder: done.Target, Reference: plan.Reference(), Aggregate: plan.Aggregate, Files: len(plan.Files),
-		Size: plan.Bytes(), Already: done.Already, Received: done.Received, Resumed: done.Resumed, Reused: done.Reused,
-		Verified: done.Record.Verified,
+		Event: "pulled", Folder: done.Target, Reference: plan.Reference(), Kind: plan.Kind, Aggregate: plan.Aggregate,
+		Files: len(plan.Files), Size: plan.Bytes(), Already: done.Already, Received: done.Received, Resumed: done.Resumed,
+		Reused: done.Reused, Verified: done.Record.Verified, MadeFrom: p.madeFrom(),
 	}
 	if asJSON {
 		return json.NewEncoder(w).Encode(out)
@@ -131,9 +187,12 @@ func writePulled(w io.Writer, asJSON bool, plan transfer.Plan, done transfer.Pul
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
 	fmt.Fprintf(t, "folder\t%s\n", out.Folder)
 	fmt.Fprintf(t, "reference\t%s\n", out.Reference)
-	if out.Aggregate.IsZero() {
+	switch {
+	case out.MadeFrom != nil:
+		fmt.Fprintf(t, "made from\t%s\n", client.Escape(out.MadeFrom.line()))
+	case out.Aggregate.IsZero():
 		fmt.Fprintf(t, "aggregate\tnone: %v\n", plan.NoBase)
-	} else {
+	default:
 		fmt.Fprintf(t, "aggregate\t%s\n", out.Aggregate)
 	}
 	fmt.Fprintf(t, "files\t%d, %s\n", out.Files, cli.Bytes(out.Size))

@@ -149,7 +149,6 @@ func dialer(flags *cli.Flags, show *progress.Show) transfer.Dial {
 // explainArtifact gives the errors of artifacts their exit codes and hints.
 func explainArtifact(err error) error {
 	var refused *artifact.Error
-	var document *documents.Error
 	var odd *transfer.AggregateError
 	var path *fs.PathError
 	switch {
@@ -159,8 +158,6 @@ func explainArtifact(err error) error {
 			err = cli.Hint(err, refused.Hint)
 		}
 		return err
-	case errors.As(err, &document):
-		return cli.Exit(cli.CodeBadInput, err)
 	case errors.As(err, &odd):
 		return cli.Hint(cli.Exit(cli.CodeUsage, err), odd.Hint())
 	case errors.Is(err, folder.ErrChanged):

@@ -19,6 +19,7 @@ import (
 	"github.com/kiln-registry/kiln-registry/api"
 	"github.com/kiln-registry/kiln-registry/api/client"
 	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/identity/documents"
 	"github.com/kiln-registry/kiln-registry/identity/safetensors"
 )
 
@@ -61,6 +62,7 @@ func TestCode(t *testing.T) {
 		{api.ErrStoreFull, CodeUnreachable, "registry's own disk"},
 		{&safetensors.Error{Code: "no_shards"}, CodeBadInput, ""},
 		{&identity.Error{Rule: "total"}, CodeBadInput, ""},
+		{&documents.Error{Kind: documents.KindReceipt, Rule: documents.RuleText, Path: "$"}, CodeBadInput, ""},
 		{context.Canceled, CodeTryAgain, ""},
 		{Hint(errors.New("x"), "do y"), CodeUsage, "do y"},
 		{Exit(CodeUsage, refused), CodeUsage, "kiln-registry serve"},

@@ -13,6 +13,7 @@ import (
 	"github.com/kiln-registry/kiln-registry/api"
 	"github.com/kiln-registry/kiln-registry/api/client"
 	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/identity/documents"
 	"github.com/kiln-registry/kiln-registry/identity/safetensors"
 )
 
@@ -48,7 +49,8 @@ func kind(err error) int {
 func isRule(err error) bool {
 	var selection *safetensors.Error
 	var manifest *identity.Error
-	return errors.As(err, &selection) || errors.As(err, &manifest)
+	var document *documents.Error
+	return errors.As(err, &selection) || errors.As(err, &manifest) || errors.As(err, &document)
 }
 
 // statusOf returns the HTTP status of what a registry answered; 0: it is no answer.

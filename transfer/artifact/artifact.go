@@ -116,6 +116,24 @@ func Read(ctx context.Context, kind api.Kind, path string, o Options) (*Artifact
 	return &d.Artifact, nil
 }
 
+// Text returns the document of that name as it was read; nil: there is none, or it was not read as a whole.
+func (a *Artifact) Text(name string) []byte {
+	for _, p := range a.parts {
+		if p.name == name {
+			return p.text
+		}
+	}
+	return nil
+}
+
+// Names returns the names of the files, in the order in which the manifest lists them.
+func (a *Artifact) Names() (names []string) {
+	for _, p := range a.parts {
+		names = append(names, p.name)
+	}
+	return names
+}
+
 // bind finds the strongest claim about the base. Two that disagree refuse the artifact.
 func (d *draft) bind(o Options) error {
 	best, err := documents.Join(append(d.claims, o.Base.claim())...)

@@ -1,0 +1,316 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"os"
+	"text/tabwriter"
+
+	"github.com/spf13/cobra"
+
+	"github.com/kiln-registry/kiln-registry/api"
+	"github.com/kiln-registry/kiln-registry/api/client"
+	"github.com/kiln-registry/kiln-registry/identity/documents"
+	"github.com/kiln-registry/kiln-registry/identity/resume"
+	"github.com/kiln-registry/kiln-registry/internal/cli"
+	"github.com/kiln-registry/kiln-registry/internal/cli/progress"
+	"github.com/kiln-registry/kiln-registry/transfer"
+	"github.com/kiln-registry/kiln-registry/transfer/made"
+)
+
+const longCheck = "Of a REF only the documents are fetched; its files are compared by the digests that the registry keeps.\n" +
+	"The base is a folder, a FILE with a shard manifest, a REF, an AGGREGATE, or the address of a server, of which\n" +
+	"/health is read.\n\n" +
+	"Exit code 0: yes; 1: no; 2: it can't be told, since something is not recorded or was not given."
+
+// checkFlags are those of the commands that answer a question about an artifact and a base.
+type checkFlags struct {
+	cli.Flags
+	base, provenance string
+}
+
+func (f *checkFlags) bind(cmd *cobra.Command) {
+	f.Bind(cmd)
+	cmd.Flags().StringVar(&f.base, "base", "", "the base: DIR, FILE, REF, AGGREGATE or http://host:8420")
+	cmd.Flags().StringVar(&f.provenance, "provenance", "", "FILE with the execution provenance of the server (kiln.execution-provenance.v1)")
+}
+
+func checkAdapterCommand() *cobra.Command {
+	return checkCommand(api.KindAdapter, "DIR", "Say whether an adapter was trained from the bytes of a base",
+		"kiln-pull check-adapter 127.0.0.1:5000/team/sql:v1 --base http://127.0.0.1:8420")
+}
+
+func checkEvalCommand() *cobra.Command {
+	return checkCommand(api.KindEval, "FILE", "Say whether an eval used the bytes of a base",
+		"kiln-pull check-eval 127.0.0.1:5000/team/evals:eval-1 --base ./model")
+}
+
+func checkCommand(kind api.Kind, path, short, example string) *cobra.Command {
+	var f checkFlags
+	name := path + "|REF"
+	cmd := &cobra.Command{
+		Use: fmt.Sprintf("check-%s %s --base BASE", kind, name), Short: short,
+		Long: short + ".\n\n" + "Other identities, as of tokenizer and templates, are compared where both sides record them. " +
+			"They do not change\nthe answer, which is about the bytes of the weights.\n\n" + longCheck,
+		Example: "  " + example, Args: cli.Args(name),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			if f.base == "" {
+				return cli.Usagef("check-%s needs --base", kind)
+			}
+			return f.check(cmd.Context(), kind, args[0], cmd.OutOrStdout(), cmd.ErrOrStderr())
+		},
+	}
+	f.bind(cmd)
+	return cmd
+}
+
+func (f *checkFlags) check(ctx context.Context, kind api.Kind, name string, stdout, stderr io.Writer) error {
+	show := f.show(stderr)
+	a, h, _, err := f.read(ctx, kind, name, show)
+	show.Close()
+	if err != nil {
+		return err
+	}
+	return writeAnswer(stdout, f.JSON, a, h, made.Compare(a, h))
+}
+
+// show shows the progress of reading; stdout is for the answer alone.
+func (f *checkFlags) show(stderr io.Writer) *progress.Show {
+	return progress.New(cli.Flags{Quiet: f.Quiet || f.JSON}, io.Discard, stderr)
+}
+
+// dial opens clients of what a command names. A server that is no registry gets no token.
+func dial(f *cli.Flags, show *progress.Show) transfer.Dial {
+	return func(host string, registry bool) (*client.Client, error) {
+		if registry {
+			return f.Client(host, show.Note)
+		}
+		return f.Stranger(host, show.Note)
+	}
+}
+
+// read reads the artifact, the base at hand and the provenance.
+func (f *checkFlags) read(ctx context.Context, kind api.Kind, name string, show *progress.Show) (
+	a made.Artifact, h made.Here, p *documents.Provenance, err error,
+) {
+	if p, err = f.readProvenance(); err != nil {
+		return a, h, nil, err
+	}
+	if a, err = made.Open(ctx, kind, name, dial(&f.Flags, show), show.Watch); err != nil {
+		return a, h, nil, err
+	}
+	if f.base != "" {
+		if h, err = made.OpenHere(ctx, f.base, dial(&f.Flags, show), show.Watch); err != nil {
+			return a, h, nil, err
+		}
+	}
+	if p != nil {
+		h.Identities = p.Identities()
+	}
+	return a, h, p, nil
+}
+
+func (f *checkFlags) readProvenance() (*documents.Provenance, error) {
+	if f.provenance == "" {
+		return nil, nil
+	}
+	b, err := readDocument(f.provenance)
+	if err != nil {
+		return nil, err
+	}
+	p, err := documents.ParseProvenance(b)
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", f.provenance, err)
+	}
+	return p, nil
+}
+
+// readDocument reads a file that a flag names.
+func readDocument(path string) ([]byte, error) {
+	f, err := os.Open(path)
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+	return io.ReadAll(io.LimitReader(f, documents.MaxDocument+1)) // one byte too many is for the reader to refuse
+}
+
+// side is the artifact or the base that an answer is about.
+type side struct {
+	Name      string             `json:"name"`
+	Aggregate string             `json:"aggregate_sha256,omitempty"` // empty: not known
+	Evidence  documents.Evidence `json:"evidence,omitempty"`
+	Source    string             `json:"source,omitempty"`  // where the aggregate stands
+	Checked   string             `json:"checked,omitempty"` // how the files of the artifact were compared with its documents
+	Legacy    bool               `json:"legacy,omitempty"`
+}
+
+func sides(a made.Artifact, h made.Here) (artifact, base side) {
+	artifact = side{Name: a.Reference, Checked: a.Checked, Legacy: a.Legacy, Evidence: a.Binding().Evidence}
+	if is := a.Aggregate(); !is.IsZero() {
+		artifact.Aggregate, artifact.Source = is.String(), a.Binding().Where()
+	}
+	base.Name = h.Name
+	if is := h.Aggregate(); !is.IsZero() {
+		base.Aggregate = is.String()
+	}
+	return artifact, base
+}
+
+func (s side) line() string {
+	switch {
+	case s.Aggregate == "" && s.Evidence != "":
+		return "not recorded"
+	case s.Aggregate == "":
+		return "not known"
+	case s.Evidence != "":
+		return fmt.Sprintf("%s (%s: %s)", s.Aggregate, s.Evidence, s.Source)
+	}
+	return s.Aggregate
+}
+
+// head writes what an answer is about.
+func head(w io.Writer, kind api.Kind, artifact, base side) {
+	fmt.Fprintf(w, "%s\t%s\nmade from\t%s\n", kind, client.Escape(artifact.Name), client.Escape(artifact.line()))
+	if base.Name != "" {
+		fmt.Fprintf(w, "base\t%s: %s\n", client.Escape(base.Name), base.line())
+	}
+	fmt.Fprintf(w, "files\t%s\n", artifact.Checked)
+}
+
+func writeAnswer(w io.Writer, asJSON bool, a made.Artifact, h made.Here, answer resume.Answer) error {
+	artifact, base := sides(a, h)
+	if asJSON {
+		err := json.NewEncoder(w).Encode(struct {
+			Event string `json:"event"` // checked
+			resume.Answer
+			Artifact side `json:"artifact"`
+			Base     side `json:"base"`
+		}{"checked", answer, artifact, base})
+		return ends(err, answer.Verdict)
+	}
+	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
+	fmt.Fprintf(t, "question\t%s?\nanswer\t%s\nreason\t%s\n", answer.Question, spoken(answer.Verdict),
+		client.Escape(answer.Reason))
+	head(t, a.Kind, artifact, base)
+	for _, o := range answer.Others {
+		title := map[resume.Verdict]string{resume.Yes: "also equal", resume.No: "but differs"}[o.Verdict]
+		if title == "" {
+			title = "not recorded"
+		}
+		fmt.Fprintf(t, "%s\t%s: %s\n", title, o.Name, client.Escape(o.Reason))
+	}
+	fmt.Fprintf(t, "not proven\t%s\n", answer.NotProven)
+	return ends(t.Flush(), answer.Verdict)
+}
+
+// spoken is a verdict for people.
+func spoken(v resume.Verdict) string {
+	if v == resume.CannotTell {
+		return "cannot tell"
+	}
+	return string(v)
+}
+
+// ends turns a verdict into an exit code.
+func ends(err error, v resume.Verdict) error {
+	switch {
+	case err != nil || v == resume.Yes:
+		return err
+	case v == resume.No:
+		return cli.Silent(cli.CodeNo)
+	}
+	return cli.Silent(cli.CodeUsage)
+}
+
+func checkResumeCommand() *cobra.Command {
+	var f checkFlags
+	var request string
+	cmd := &cobra.Command{
+		Use:   "check-resume DIR|REF --base BASE --request FILE",
+		Short: "Say whether a run can continue exactly from a checkpoint",
+		Long: "Say whether a run can continue exactly from a checkpoint: the steps of Kiln's own decision in its order, with the\n" +
+			"reason of each. The steps after the first failure are reported as well. Nothing of a GPU is read.\n\n" +
+			"The request (kiln.resume-request.v1) says what the run wants: training kind, adapter name, effective config,\n" +
+			"precision, data, optimizer, scheduler, random number streams, state files, execution provenance, auxiliary\n" +
+			"state. What it leaves out can't be told.\n\n" + longCheck,
+		Example: "  kiln-pull check-resume 127.0.0.1:5000/team/sql:step-100 --base ./model --request request.json",
+		Args:    cli.Args("DIR|REF"),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			return f.resume(cmd.Context(), args[0], request, cmd.OutOrStdout(), cmd.ErrOrStderr())
+		},
+	}
+	f.bind(cmd)
+	cmd.Flags().StringVar(&request, "request", "", "FILE with what the run wants (kiln.resume-request.v1)")
+	return cmd
+}
+
+func (f *checkFlags) resume(ctx context.Context, name, request string, stdout, stderr io.Writer) error {
+	q, err := readRequest(request)
+	if err != nil {
+		return err
+	}
+	show := f.show(stderr)
+	a, h, p, err := f.read(ctx, api.KindCheckpoint, name, show)
+	show.Close()
+	if err != nil {
+		return err
+	}
+	report := resume.Decide(*a.Checkpoint, q, resume.Current{Base: h.Base, Provenance: p, FilesChecked: true})
+	return writeReport(stdout, f.JSON, a, h, report)
+}
+
+func readRequest(path string) (q resume.Request, err error) {
+	if path == "" {
+		return q, nil
+	}
+	b, err := readDocument(path)
+	if err != nil {
+		return q, err
+	}
+	if q, err = resume.ParseRequest(b); err != nil {
+		err = fmt.Errorf("%s: %w", path, err)
+	}
+	return q, err
+}
+
+func writeReport(w io.Writer, asJSON bool, a made.Artifact, h made.Here, r resume.Report) error {
+	artifact, base := sides(a, h)
+	if asJSON {
+		err := json.NewEncoder(w).Encode(struct {
+			Event    string `json:"event"` // checked
+			Question string `json:"question"`
+			resume.Report
+			Artifact side `json:"artifact"`
+			Base     side `json:"base"`
+		}{"checked", "resume exactly", r, artifact, base})
+		return ends(err, r.Verdict)
+	}
+	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
+	fmt.Fprintf(t, "question\tcan a run continue exactly from this checkpoint?\nanswer\t%s\n", spoken(r.Verdict))
+	if r.FirstFailure != "" {
+		fmt.Fprintf(t, "fails at\t%s\n", r.FirstFailure)
+	}
+	head(t, a.Kind, artifact, base)
+	if err := t.Flush(); err != nil {
+		return err
+	}
+	fmt.Fprintln(t, "\nSTEP\tCOMPARES\tANSWER\tREASON")
+	for _, s := range r.Steps {
+		fmt.Fprintf(t, "%d\t%s\t%s\t%s\n", s.Number, s.Name, spoken(s.Verdict), client.Escape(s.Reason))
+	}
+	if err := t.Flush(); err != nil {
+		return err
+	}
+	fmt.Fprintln(w)
+	for _, note := range []struct{ title, text string }{
+		{"archive", r.Archival}, {"renamed", r.Renamed}, {"not proven", r.NotProven},
+	} {
+		if note.text != "" {
+			fmt.Fprintf(t, "%s\t%s\n", note.title, client.Escape(note.text))
+		}
+	}
+	return ends(t.Flush(), r.Verdict)
+}

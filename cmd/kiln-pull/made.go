@@ -1,0 +1,155 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"path/filepath"
+	"strings"
+
+	"github.com/kiln-registry/kiln-registry/api"
+	"github.com/kiln-registry/kiln-registry/api/client"
+	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/identity/documents"
+	"github.com/kiln-registry/kiln-registry/identity/resume"
+	"github.com/kiln-registry/kiln-registry/internal/cli"
+	"github.com/kiln-registry/kiln-registry/internal/cli/progress"
+	"github.com/kiln-registry/kiln-registry/transfer"
+	"github.com/kiln-registry/kiln-registry/transfer/made"
+)
+
+// prepare does all that may refuse a pull before anything is received: it reads what was made from a base and compares
+// that base with the one at hand, and finds it if it is to be pulled too. base is nil if it is not.
+func (f *pullFlags) prepare(ctx context.Context, c *client.Client, plan transfer.Plan, dir string, show *progress.Show) (
+	from *made.Artifact, base *transfer.Plan, err error,
+) {
+	if err := f.checkFlags(plan, dir); err != nil {
+		return nil, nil, err
+	}
+	switch plan.Kind {
+	case api.KindAdapter, api.KindCheckpoint, api.KindReceipt:
+	case api.KindEval: // large as its one document may be, it is read first only if somebody needs to know
+		if f.against == "" && f.withBase == "" {
+			return nil, nil, nil
+		}
+	default:
+		return nil, nil, nil
+	}
+	a, err := made.Read(ctx, c, plan)
+	if err != nil {
+		return nil, nil, err
+	}
+	if f.against != "" {
+		if err := f.compare(ctx, a, show); err != nil {
+			return nil, nil, err
+		}
+	}
+	if f.withBase == "" {
+		if a.Kind == api.KindAdapter && f.against == "" && !a.Aggregate().IsZero() {
+			show.Note(fmt.Sprintf("its base is %s; --with-base DIR pulls it too", a.Aggregate()))
+		}
+		return &a, nil, nil
+	}
+	found, err := f.baseOf(ctx, c, a, plan, show)
+	return &a, &found, err
+}
+
+// checkFlags refuses flags that do not go with what is pulled.
+func (f *pullFlags) checkFlags(plan transfer.Plan, dir string) error {
+	switch k := plan.Kind; {
+	case k == api.KindCheckpoint && !strings.HasSuffix(filepath.Clean(dir), documents.CheckpointSuffix):
+		return cli.Hint(cli.Usagef("%s: the folder of a checkpoint is called *%s, or Kiln refuses it", dir,
+			documents.CheckpointSuffix), "name it "+filepath.Clean(dir)+documents.CheckpointSuffix)
+	case f.withBase == "" && f.against == "" && !f.allow:
+		return nil
+	case f.allow && f.against == "":
+		return cli.Usagef("--allow-mismatch goes with --against")
+	case k == api.KindAdapter, k == api.KindCheckpoint, k == api.KindReceipt, k == api.KindEval:
+		return nil
+	}
+	return cli.Usagef("--with-base and --against go with what was made from a base; %s is %s", plan.Reference(),
+		made.Named(plan.Kind))
+}
+
+// compare refuses an artifact that was made from another base than the one at hand, and warns where that can't be told.
+func (f *pullFlags) compare(ctx context.Context, a made.Artifact, show *progress.Show) error {
+	h, err := made.OpenHere(ctx, f.against, dial(&f.Flags, show), show.Watch)
+	if err != nil {
+		return err
+	}
+	answer := made.Compare(a, h)
+	switch {
+	case answer.Verdict == resume.Yes:
+		show.Note(fmt.Sprintf("it was made from the base of %s: %s", f.against, h.Aggregate()))
+		return nil
+	case answer.Verdict == resume.CannotTell:
+		f.warn(show, fmt.Sprintf("it can't be told whether %s was made from the base of %s: %s", a.Reference, f.against,
+			answer.Reason))
+		return nil
+	}
+	text := fmt.Sprintf("%s was made from base %s (%s: %s), and %s is base %s", a.Reference, a.Aggregate(),
+		a.Binding().Evidence, a.Binding().Where(), f.against, h.Aggregate())
+	if f.allow {
+		f.warn(show, text)
+		return nil
+	}
+	return cli.Hint(cli.Exit(cli.CodeNo, errors.New("refused: "+text)), "--allow-mismatch pulls it all the same")
+}
+
+// warn shows a warning, also where progress is not shown.
+func (f *pullFlags) warn(show *progress.Show, text string) {
+	if f.Quiet && !f.JSON {
+		cli.Warn(f.stderr, "%s", text)
+		return
+	}
+	show.Note("warning: " + client.Line(text))
+}
+
+// baseOf finds the base that was made from.
+func (f *pullFlags) baseOf(ctx context.Context, c *client.Client, a made.Artifact, plan transfer.Plan, show *progress.Show) (
+	transfer.Plan, error,
+) {
+	base, named, err := made.FindBase(ctx, c, a, plan)
+	switch {
+	case errors.Is(err, made.ErrNoBase):
+		return base, cli.Hint(cli.Exit(cli.CodeNotFound, err), "pull the base by itself; kiln-push bind says which one it is")
+	case err != nil:
+		return base, fmt.Errorf("the base of %s: %w", a.Reference, err)
+	case !named:
+		f.warn(show, fmt.Sprintf("no base that is held has the file names that %s recorded: the bytes are the same, but Kiln "+
+			"compares the names too before it resumes exactly", a.Reference))
+	}
+	return base, nil
+}
+
+// madeFrom is what was pulled says of its base.
+type madeFrom struct {
+	Aggregate identity.Aggregate `json:"aggregate_sha256,omitzero"`
+	Evidence  documents.Evidence `json:"evidence"`
+	Source    string             `json:"source,omitempty"`
+	Legacy    bool               `json:"legacy,omitempty"`
+	NotProven string             `json:"not_proven"`
+}
+
+func (p pulled) madeFrom() *madeFrom {
+	if p.made == nil {
+		return nil
+	}
+	b := p.made.Binding()
+	m := &madeFrom{Aggregate: b.Aggregate, Evidence: b.Evidence, Legacy: p.made.Legacy, NotProven: resume.NotProven}
+	if !b.Aggregate.IsZero() {
+		m.Source = b.Where()
+	}
+	return m
+}
+
+func (m madeFrom) line() string {
+	archive := ""
+	if m.Legacy {
+		archive = "; an archive"
+	}
+	if m.Aggregate.IsZero() {
+		return "not recorded" + archive
+	}
+	return fmt.Sprintf("base %s (%s: %s%s)", m.Aggregate, m.Evidence, m.Source, archive)
+}

@@ -1,0 +1,185 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"os"
+	"path/filepath"
+	"strings"
+	"syscall"
+
+	"github.com/rogpeppe/go-internal/testscript"
+
+	"github.com/kiln-registry/kiln-registry/api"
+	"github.com/kiln-registry/kiln-registry/api/client"
+	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/identity/documents"
+	"github.com/kiln-registry/kiln-registry/internal/testartifact"
+	"github.com/kiln-registry/kiln-registry/transfer/artifact"
+	"github.com/kiln-registry/kiln-registry/transfer/folder"
+)
+
+// madeCommands are the commands of the scripts about what is made from a base.
+var madeCommands = map[string]func(*testscript.TestScript, bool, []string){
+	"made": writeMade, "edit": edit, "without": without, "send": send, "serving": serving, "links": links, "relink": relink,
+	"provenance": provenance, "bind": bind,
+}
+
+// modelOf hashes a model folder; nil for one that is called none.
+func modelOf(ts *testscript.TestScript, dir string) *identity.Manifest {
+	if dir == "none" {
+		return nil
+	}
+	f, err := folder.Open(ts.MkAbs(dir), folder.Options{})
+	ts.Check(err)
+	sum, err := f.Sum(context.Background(), nil)
+	ts.Check(err)
+	return &sum.Manifest
+}
+
+// writeMade writes an artifact that was made from the base in a folder, or from none where that is called none:
+// made peft|adapter|checkpoint|bare|receipt|eval|manifest PATH BASE [SEED]
+func writeMade(ts *testscript.TestScript, _ bool, args []string) {
+	path, base, seed := ts.MkAbs(args[1]), modelOf(ts, args[2]), byte(1)
+	if len(args) > 3 {
+		seed = args[3][0]
+	}
+	ts.Check(os.MkdirAll(filepath.Dir(path), 0o755))
+	switch args[0] {
+	case "peft":
+		ts.Check(testartifact.PEFT(path, seed))
+	case "adapter":
+		ts.Check(testartifact.Adapter(path, seed, base))
+	case "checkpoint", "bare":
+		ts.Check(testartifact.Checkpoint(path, seed, base, args[0] == "bare"))
+	case "receipt":
+		ts.Check(os.WriteFile(path, testartifact.Receipt("demo", identity.Sum(testartifact.Weights(seed)), base), 0o644))
+	case "eval":
+		id := strings.TrimSuffix(filepath.Base(path), ".json")
+		ts.Check(os.WriteFile(path, testartifact.Eval(id, "demo", base), 0o644))
+	case "manifest":
+		b, err := base.MarshalJSON()
+		ts.Check(err)
+		ts.Check(os.WriteFile(path, b, 0o644))
+	default:
+		ts.Fatalf("made: %q is nothing", args[0])
+	}
+}
+
+// edit replaces a text that occurs once in a file: edit FILE OLD NEW
+func edit(ts *testscript.TestScript, _ bool, args []string) {
+	text := ts.ReadFile(args[0])
+	if n := strings.Count(text, args[1]); n != 1 {
+		ts.Fatalf("%q is %d times in %s:\n%s", args[1], n, args[0], text)
+	}
+	ts.Check(os.WriteFile(ts.MkAbs(args[0]), []byte(strings.Replace(text, args[1], args[2], 1)), 0o644))
+}
+
+// without takes the manifest of a base out of a document: without FILE BASE
+func without(ts *testscript.TestScript, _ bool, args []string) {
+	b, err := modelOf(ts, args[1]).MarshalJSON()
+	ts.Check(err)
+	edit(ts, false, []string{args[0], `,"base_weight_shard_manifest":` + string(b), ""})
+}
+
+// send puts an artifact into the registry, for which a base may be named, and its digest into NAME: send KIND PATH REF NAME
+// [BASE]
+func send(ts *testscript.TestScript, _ bool, args []string) {
+	ctx := context.Background()
+	ref, err := client.ParseReference(args[2])
+	ts.Check(err)
+	dial := func(host string, _ bool) (*client.Client, error) { return client.New(host, client.Options{}) }
+	o := artifact.Options{Legacy: true}
+	if len(args) > 4 {
+		o.Base, err = artifact.FindBase(ctx, args[4], dial)
+		ts.Check(err)
+	}
+	a, err := artifact.Read(ctx, api.Kind(args[0]), ts.MkAbs(args[1]), o)
+	ts.Check(err)
+	pushArtifact(ts, a, ref, args[3])
+}
+
+func pushArtifact(ts *testscript.TestScript, a *artifact.Artifact, ref client.Reference, name string) {
+	c, err := client.New(ref.Host, client.Options{})
+	ts.Check(err)
+	defer c.Close()
+	pushed, err := a.Push(context.Background(), c, ref, nil)
+	ts.Check(err)
+	ts.Setenv(name, pushed.Digest.String())
+}
+
+// bind states that an artifact was made from a base: bind REF BASE
+func bind(ts *testscript.TestScript, _ bool, args []string) {
+	ctx := context.Background()
+	ref, err := client.ParseReference(args[0])
+	ts.Check(err)
+	c, err := client.New(ref.Host, client.Options{})
+	ts.Check(err)
+	defer c.Close()
+	f, err := artifact.FindManifest(ctx, c, ref)
+	ts.Check(err)
+	base, err := artifact.FindBase(ctx, args[1], func(string, bool) (*client.Client, error) { return c, nil })
+	ts.Check(err)
+	a, err := artifact.Bind(f, base, artifact.Words{By: "a", Reason: "b", At: "2026-01-02T03:04:05Z"})
+	ts.Check(err)
+	pushArtifact(ts, a, client.Reference{Host: ref.Host, Repo: ref.Repo}, "STATEMENT")
+}
+
+// serving writes what a server with a model answers to a health check: serving BASE|none
+func serving(ts *testscript.TestScript, _ bool, args []string) {
+	answer := api.Health{Status: "ok", Role: "resident"}
+	if m := modelOf(ts, args[0]); m != nil {
+		s := m.Summary()
+		answer.BaseWeightIdentity = &s
+	}
+	b, err := json.Marshal(answer)
+	ts.Check(err)
+	ts.Check(os.MkdirAll(ts.MkAbs("resident"), 0o755))
+	ts.Check(os.WriteFile(ts.MkAbs("resident/health"), b, 0o644))
+}
+
+// links checks that every file below a folder has one name and nothing shared is writable through another: links DIR
+func links(ts *testscript.TestScript, _ bool, args []string) {
+	n := 0
+	ts.Check(filepath.Walk(ts.MkAbs(args[0]), func(path string, fi os.FileInfo, err error) error {
+		if err == nil && fi.Mode().IsRegular() {
+			n++
+			if names := fi.Sys().(*syscall.Stat_t).Nlink; names != 1 {
+				ts.Fatalf("%s has %d names", path, names)
+			}
+		}
+		return err
+	}))
+	if n == 0 {
+		ts.Fatalf("no files in %s", args[0])
+	}
+}
+
+// relink gives a file a second name: relink OLD NEW
+func relink(ts *testscript.TestScript, _ bool, args []string) {
+	ts.Check(os.Link(ts.MkAbs(args[0]), ts.MkAbs(args[1])))
+}
+
+// provenance puts an execution provenance into the auxiliary state of a checkpoint, and makes the request of the same
+// run: provenance FILE CHECKPOINT REQUEST
+func provenance(ts *testscript.TestScript, _ bool, args []string) {
+	raw := strings.TrimSpace(ts.ReadFile(args[0]))
+	path := filepath.Join(args[1], documents.CheckpointFile)
+	edit(ts, false, []string{path, `"auxiliary_state":{`, `"auxiliary_state":{"execution_provenance":` + raw + `,`})
+	var c map[string]json.RawMessage
+	ts.Check(json.Unmarshal([]byte(ts.ReadFile(path)), &c))
+	q := map[string]json.RawMessage{
+		"schema_version": json.RawMessage("1"), "request_type": json.RawMessage(`"kiln.resume-request.v1"`),
+		"seed": json.RawMessage("7"), "execution_provenance": json.RawMessage(raw),
+	}
+	for _, name := range []string{"training_kind", "adapter_name", "effective_config", "precision_policy", "data", "optimizer",
+		"scheduler", "rng_states", "state_files", "auxiliary_state"} {
+		q[name] = c[name]
+	}
+	var progress map[string]json.RawMessage
+	ts.Check(json.Unmarshal(c["progress"], &progress))
+	q["total_steps"], q["data_order"] = progress["total_steps"], progress["data_order"]
+	b, err := json.Marshal(q)
+	ts.Check(err)
+	ts.Check(os.WriteFile(ts.MkAbs(args[2]), b, 0o644))
+}

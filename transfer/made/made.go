@@ -1,0 +1,264 @@
+// Package made reads what an artifact says about the base that it was made from: of a folder, or of an artifact in a
+// registry, of which only the small documents are fetched. It also finds that base in a registry, and describes the base
+// at hand that an artifact is to be compared with.
+//
+// What is read is checked: documents against the files that they name and against each other, every claim about the base
+// against every other one.
+package made
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+
+	"github.com/kiln-registry/kiln-registry/api"
+	"github.com/kiln-registry/kiln-registry/api/client"
+	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/identity/documents"
+	"github.com/kiln-registry/kiln-registry/identity/resume"
+	"github.com/kiln-registry/kiln-registry/transfer"
+	"github.com/kiln-registry/kiln-registry/transfer/artifact"
+)
+
+// ErrNotMade: what was named is not made from a base, or not of the kind that was asked for.
+var ErrNotMade = errors.New("not such an artifact")
+
+// Artifact is one that was made from a base, as far as it says so itself. It is not changed once it is made.
+type Artifact struct {
+	Kind      api.Kind
+	Name      string // what it calls itself: a label. Empty: nothing
+	Reference string // or the path, where it was read from a disk
+	Record    resume.Made
+	Legacy    bool   // a Kiln record without the full manifest of its base
+	Checked   string // one sentence on how its files were compared with its documents
+	// Checkpoint is the manifest of a checkpoint; nil for every other kind.
+	Checkpoint *documents.Checkpoint
+
+	manifest *documents.AdapterManifest // of an adapter; nil: there is none
+	receipt  *documents.Receipt         // of an adapter; nil: there is none
+}
+
+// Binding is the strongest claim about the base.
+func (a Artifact) Binding() documents.Binding { return a.Record.Binding }
+
+const (
+	checkedHere = "every file was read and hashed here, and the documents fit them"
+	checkedFar  = "no file but the documents was read: they were compared with the digests that the registry keeps"
+	checkedNone = "the documents were not read"
+)
+
+// KindOf says of what kind the artifact in a folder is, by the names of its files; empty: it may be a base, or nothing.
+func KindOf(dir string) api.Kind {
+	for _, f := range []struct {
+		name string
+		kind api.Kind
+	}{
+		{documents.CheckpointFile, api.KindCheckpoint}, {documents.AdapterManifestFile, api.KindAdapter},
+		{documents.AdapterConfigFile, api.KindAdapter}, {documents.AdapterWeightsFile, api.KindAdapter},
+	} {
+		if _, err := os.Lstat(filepath.Join(dir, f.name)); err == nil {
+			return f.kind
+		}
+	}
+	if strings.HasSuffix(filepath.Clean(dir), documents.CheckpointSuffix) {
+		return api.KindCheckpoint
+	}
+	return ""
+}
+
+// Open reads the artifact that a text names: a folder or a file of the kind, else a reference. Where nothing of the name
+// is on the disk and it is no reference either, the error is a *fs.PathError. A broken rule is an *artifact.Error,
+// a *documents.Error or a *safetensors.Error; an artifact of another kind is ErrNotMade.
+func Open(ctx context.Context, kind api.Kind, text string, dial transfer.Dial, w transfer.Watch) (Artifact, error) {
+	_, missing := os.Stat(text)
+	if missing == nil {
+		return OpenPath(ctx, kind, text, w)
+	}
+	ref, err := client.ParseReference(text)
+	if err != nil {
+		if errors.Is(missing, fs.ErrNotExist) {
+			err = fmt.Errorf("%w; as a reference: %w", missing, err)
+		}
+		return Artifact{}, err
+	}
+	c, err := dial(ref.Host, true)
+	if err != nil {
+		return Artifact{}, err
+	}
+	defer c.Close()
+	plan, err := transfer.Resolve(ctx, c, ref)
+	if err != nil {
+		return Artifact{}, err
+	}
+	if plan.Kind != kind {
+		return Artifact{}, fmt.Errorf("%s is %s, no %s: %w", plan.Reference(), Named(plan.Kind), kind, ErrNotMade)
+	}
+	return Read(ctx, c, plan)
+}
+
+// Named is a kind for people.
+func Named(k api.Kind) string {
+	switch k {
+	case "":
+		return "of no known kind"
+	case api.KindAdapter, api.KindEval:
+		return "an " + string(k)
+	}
+	return "a " + string(k)
+}
+
+// OpenPath is Open for a folder or a file. All of it is read.
+func OpenPath(ctx context.Context, kind api.Kind, path string, w transfer.Watch) (Artifact, error) {
+	read, err := artifact.Read(ctx, kind, path, artifact.Options{Legacy: true, Watch: w})
+	if err != nil {
+		return Artifact{}, err
+	}
+	a := Artifact{Kind: kind, Name: read.Name, Reference: path, Legacy: read.Legacy, Checked: checkedHere}
+	if err := a.parse(read.Names(), func(name string, _ int64) ([]byte, error) { return read.Text(name), nil }); err != nil {
+		return Artifact{}, err
+	}
+	a.Record.Binding = read.Base
+	return a, nil
+}
+
+// Read reads the documents of an artifact in a registry, and what its manifest says beside them.
+func Read(ctx context.Context, c *client.Client, plan transfer.Plan) (Artifact, error) {
+	a := Artifact{Kind: plan.Kind, Reference: plan.Reference(), Checked: checkedFar}
+	names := make([]string, 0, len(plan.Files))
+	for _, f := range plan.Files {
+		names = append(names, f.Name)
+	}
+	p := packed{plan}
+	err := a.parse(names, func(name string, limit int64) ([]byte, error) { return plan.Document(ctx, c, name, limit) })
+	if err == nil {
+		err = p.check(&a)
+	}
+	if err == nil {
+		err = p.claims(ctx, c, &a)
+	}
+	if err != nil {
+		return Artifact{}, fmt.Errorf("%s: %w", plan.Reference(), err)
+	}
+	return a, nil
+}
+
+// get returns a document of at most limit bytes.
+type get func(name string, limit int64) ([]byte, error)
+
+// parse reads the documents of an artifact whose files have these names.
+func (a *Artifact) parse(names []string, text get) error {
+	switch a.Kind {
+	case api.KindAdapter:
+		return a.parseAdapter(names, text)
+	case api.KindReceipt:
+		return a.parseReceipt(names, text)
+	case api.KindCheckpoint:
+		return a.parseCheckpoint(text)
+	case api.KindEval:
+		return a.parseEval(names, text)
+	}
+	return fmt.Errorf("%s: %w", Named(a.Kind), ErrNotMade)
+}
+
+func (a *Artifact) parseAdapter(names []string, text get) error {
+	receipt := documents.ReceiptFile
+	var m documents.AdapterManifest // zero: there is none
+	if slices.Contains(names, documents.AdapterManifestFile) {
+		b, err := text(documents.AdapterManifestFile, documents.MaxDocument)
+		if err != nil {
+			return err
+		}
+		if m, err = documents.ParseAdapterManifest(b); err != nil {
+			return err
+		}
+		a.manifest, receipt = &m, cmp.Or(m.Files.Receipt, receipt)
+		a.Name = m.Name
+	}
+	if slices.Contains(names, receipt) {
+		r, err := parseReceipt(receipt, text)
+		if err != nil {
+			return err
+		}
+		a.receipt, a.Name = &r, cmp.Or(a.Name, r.Name)
+	}
+	a.Record = resume.MadeAdapter(m, a.receipt)
+	a.Legacy = (a.manifest != nil || a.receipt != nil) && a.Binding().Evidence != documents.EvidenceDocument
+	return nil
+}
+
+func parseReceipt(name string, text get) (documents.Receipt, error) {
+	b, err := text(name, documents.MaxDocument)
+	if err != nil {
+		return documents.Receipt{}, err
+	}
+	return documents.ParseReceipt(b)
+}
+
+func (a *Artifact) parseReceipt(names []string, text get) error {
+	name := documents.ReceiptFile
+	if !slices.Contains(names, name) && len(names) == 1 {
+		name = names[0]
+	}
+	r, err := parseReceipt(name, text)
+	if err != nil {
+		return err
+	}
+	a.Record, a.Name = resume.MadeAdapter(documents.AdapterManifest{}, &r), r.Name
+	a.Legacy = a.Binding().Evidence != documents.EvidenceDocument
+	return nil
+}
+
+func (a *Artifact) parseCheckpoint(text get) error {
+	b, err := text(documents.CheckpointFile, documents.MaxDocument)
+	if err != nil {
+		return err
+	}
+	c, err := documents.ParseCheckpoint(b)
+	if err != nil {
+		return err
+	}
+	a.Checkpoint, a.Name = &c, c.Adapter
+	a.Record = resume.Made{Binding: c.Base(), Identities: c.Identities()}
+	a.Legacy = a.Binding().Evidence != documents.EvidenceDocument
+	return nil
+}
+
+// parseEval reads an eval job or result. Outcome rows have no bound: of those only what the manifest says is known.
+func (a *Artifact) parseEval(names []string, text get) error {
+	const rows = ".jsonl"
+	names = slices.DeleteFunc(slices.Clone(names), func(name string) bool {
+		return !strings.HasSuffix(name, ".json") && !strings.HasSuffix(name, rows)
+	})
+	if len(names) != 1 {
+		return fmt.Errorf("it holds %d documents, an eval is one: %w", len(names), ErrNotMade)
+	}
+	if stem, ok := strings.CutSuffix(names[0], rows); ok {
+		a.Name, a.Checked = stem, checkedNone
+		a.Record.Binding = documents.Binding{Evidence: documents.EvidenceNone, Kind: documents.KindOutcomes, Path: "$"}
+		return nil
+	}
+	b, err := text(names[0], documents.MaxEval)
+	if err != nil {
+		return err
+	}
+	e, err := documents.ParseEval(b)
+	if err != nil {
+		return err
+	}
+	var run *documents.Run
+	if len(e.Runs) == 1 {
+		run = &e.Runs[0]
+	}
+	a.Record, a.Name = resume.MadeEval(e, run), e.ID
+	a.Legacy = a.Binding().Evidence != documents.EvidenceDocument
+	return nil
+}
+
+// Aggregate is the base that a says it was made from; zero: it does not record one.
+func (a Artifact) Aggregate() identity.Aggregate { return a.Binding().Aggregate }

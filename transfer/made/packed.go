@@ -1,0 +1,161 @@
+package made
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+
+	"github.com/kiln-registry/kiln-registry/api"
+	"github.com/kiln-registry/kiln-registry/api/client"
+	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/identity/documents"
+	"github.com/kiln-registry/kiln-registry/identity/safetensors"
+	"github.com/kiln-registry/kiln-registry/transfer"
+	"github.com/kiln-registry/kiln-registry/transfer/folder"
+	"github.com/kiln-registry/kiln-registry/transfer/staging"
+)
+
+// How claims beside the documents show in messages.
+const (
+	kindAnnotation documents.Kind = "manifest annotation"
+	kindSubject    documents.Kind = "manifest"
+)
+
+// packed is an artifact as a registry holds it.
+type packed struct{ transfer.Plan }
+
+// check compares the documents with the digests of the files beside them. The registry vouches for those.
+func (p packed) check(a *Artifact) error {
+	switch {
+	case a.Checkpoint != nil:
+		return a.Checkpoint.CheckFiles(p.entries())
+	case a.Kind != api.KindAdapter:
+		return nil
+	}
+	sums := map[string]identity.Digest{}
+	for _, f := range p.Files {
+		sums[f.Name] = f.Digest
+	}
+	if a.manifest != nil {
+		if err := a.manifest.CheckFiles(sums); err != nil {
+			return err
+		}
+	}
+	if a.receipt == nil {
+		return nil
+	}
+	m := a.manifest
+	if m == nil {
+		m = &documents.AdapterManifest{Weights: sums[documents.AdapterWeightsFile]}
+	}
+	return m.CheckReceipt(*a.receipt)
+}
+
+// entries are the files as a checkpoint folder would hold them.
+func (p packed) entries() (entries []documents.Entry) {
+	for _, f := range p.Files {
+		entries = append(entries, documents.Entry{Path: f.Name, Links: 1, Size: uint64(f.Size), Digest: f.Digest})
+	}
+	return entries
+}
+
+// claims joins what the manifest says about the base with what the documents say. Two that differ are a
+// *documents.Error.
+func (p packed) claims(ctx context.Context, c *client.Client, a *Artifact) (err error) {
+	all := []documents.Binding{a.Binding()}
+	if p.Claim != "" {
+		said, err := identity.ParseAggregate(p.Claim)
+		if err != nil {
+			return fmt.Errorf("annotation %s: %w", api.AnnotationAggregate, err)
+		}
+		all = append(all, documents.Binding{
+			Evidence: documents.EvidenceAsserted, Aggregate: said, Kind: kindAnnotation, Path: api.AnnotationAggregate,
+		})
+	}
+	subject, err := p.subject(ctx, c)
+	if err != nil {
+		return err
+	}
+	a.Record.Binding, err = documents.Join(append(all, subject)...)
+	if a.Binding().Kind == "" { // nothing says anything: the place where the document could have said it stays
+		a.Record.Binding = all[0]
+	}
+	return err
+}
+
+// subject is what the manifest says about the base by referring to one. A subject that is not there, or is no base, says
+// nothing.
+func (p packed) subject(ctx context.Context, c *client.Client) (b documents.Binding, err error) {
+	if p.Subject.IsZero() {
+		return b, nil
+	}
+	base, err := transfer.Resolve(ctx, c, client.Reference{Host: p.Registry, Repo: p.Repository, Digest: p.Subject})
+	switch {
+	case errors.Is(err, api.ErrManifestUnknown), errors.Is(err, transfer.ErrArtifact):
+		return b, nil
+	case err != nil:
+		return b, err
+	case base.NoBase != nil:
+		return b, nil
+	}
+	return documents.Binding{
+		Evidence: documents.EvidenceAsserted, Aggregate: base.Aggregate, Kind: kindSubject, Path: "subject " + p.Subject.String(),
+	}, nil
+}
+
+// CheckFolder checks a checkpoint folder that was just pulled by Kiln's rules, those about links among them. Its files
+// were hashed as they came, so they are not read again. A broken rule is a *documents.Error.
+func CheckFolder(dir string, r staging.Record) error {
+	info, err := os.Lstat(dir)
+	if err != nil {
+		return err
+	}
+	entries, err := listing(dir, r)
+	if err != nil {
+		return err
+	}
+	mode := documents.Directory
+	if !info.IsDir() {
+		mode = documents.Special
+	}
+	if err := documents.CheckCheckpointFolder(filepath.Base(dir), mode, entries); err != nil {
+		return err
+	}
+	b, err := os.ReadFile(filepath.Join(dir, documents.CheckpointFile))
+	if err != nil {
+		return err
+	}
+	c, err := documents.ParseCheckpoint(b)
+	if err != nil {
+		return err
+	}
+	return c.CheckFiles(entries)
+}
+
+// maxEntries bounds what is listed of a checkpoint folder: 64 files, and the folders that they can lie in.
+const maxEntries = 4096
+
+// listing lists a folder; digests are those of the record.
+func listing(dir string, r staging.Record) ([]documents.Entry, error) {
+	_, found, err := folder.List(dir, true, maxEntries, folder.Options{})
+	if err != nil {
+		return nil, err
+	}
+	sums := map[string]identity.Digest{}
+	for _, f := range r.Files {
+		sums[f.Name] = f.Digest
+	}
+	modes := map[safetensors.Mode]documents.Mode{
+		safetensors.Regular: documents.Regular, safetensors.Dir: documents.Directory,
+		safetensors.Symlink: documents.Symlink, safetensors.Other: documents.Special,
+	}
+	entries := make([]documents.Entry, 0, len(found))
+	for _, m := range found {
+		entries = append(entries, documents.Entry{
+			Path: m.Name, Mode: modes[m.Mode], Links: m.Names, Size: uint64(m.Size), Digest: sums[m.Name],
+		})
+	}
+	return entries, nil
+}
