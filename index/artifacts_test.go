@@ -4,7 +4,12 @@ import (
 	"bytes"
 	"encoding/base64"
 	"encoding/json"
+	"errors"
 	"fmt"
+	"io/fs"
+	"iter"
+	"os"
+	"path/filepath"
 	"reflect"
 	"slices"
 	"strings"
@@ -14,6 +19,7 @@ import (
 	"github.com/kiln-registry/kiln-registry/api"
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/index"
+	"github.com/kiln-registry/kiln-registry/index/boltkv"
 	"github.com/kiln-registry/kiln-registry/index/memkv"
 )
 
@@ -294,5 +300,133 @@ func TestWrongQueries(t *testing.T) {
 	}
 	if reflect.TypeFor[api.Artifact]().Field(9).Name != "Binding" || reflect.TypeFor[api.Artifact]().NumField() != 10 {
 		t.Error("Binding is not the last member of an api.Artifact")
+	}
+}
+
+// farm yields so many adapters, each in a repository and under a tag of its own, and a statement that binds the first.
+func farm(n int, a identity.Aggregate) iter.Seq2[index.Entry, error] {
+	return func(yield func(index.Entry, error) bool) {
+		for i := range n {
+			p := adapter(fmt.Sprintf("farm/%05d", i*7919%n), fmt.Sprint("adapter ", i), uint64(i+1), a)
+			if i == 0 {
+				p.Aggregate, p.Evidence = identity.Aggregate{}, api.EvidenceNone
+				s := index.Entry{PutManifest: bind(p.Repo, "says", 2, "adapter 0", a)}
+				if !yield(s, nil) {
+					return
+				}
+			}
+			tag := index.PutTag{Repo: p.Repo, Tag: "v1", Digest: p.Digest, Seq: p.Seq}
+			if !yield(index.Entry{PutManifest: p, Tags: []index.PutTag{tag}}, nil) {
+				return
+			}
+		}
+	}
+}
+
+// TestImport: an import has the rows of an Apply, in a file that is hardly larger than they are, and so has a copy of a
+// file that grew by pushes.
+func TestImport(t *testing.T) {
+	const n = 5000
+	a := aggregate("base")
+	applied, imported := openBolt(t), openBolt(t)
+	one, two := opened(t, applied), opened(t, imported)
+	var batch []index.Op
+	for e := range farm(n, a) {
+		ops := []index.Op{e.PutManifest}
+		for _, tag := range e.Tags {
+			ops = append(ops, tag)
+		}
+		batch = append(batch, ops...)
+		if e.Seq%10 == 0 {
+			apply(t, one, batch...)
+			batch = nil
+		}
+	}
+	apply(t, one, batch...)
+	if err := two.Import(t.Context(), t.TempDir(), farm(n, a)); err != nil {
+		t.Fatal(err)
+	}
+	rows := dump(t, applied)
+	equal(t, "rows", dump(t, imported), rows)
+	if seq, err := two.NextSeq(t.Context(), "farm/00000"); err != nil || seq <= 1 {
+		t.Errorf("number %d, %v", seq, err)
+	}
+	compact := filepath.Join(t.TempDir(), "compact.db")
+	if err := applied.CopyTo(t.Context(), compact); err != nil {
+		t.Fatal(err)
+	}
+	if err := applied.CopyTo(t.Context(), compact); !errors.Is(err, fs.ErrExist) {
+		t.Errorf("copy over a file: %v", err)
+	}
+	copied, err := boltkv.Open(compact, boltkv.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	equal(t, "rows of the copy", dump(t, copied), rows)
+	if err := copied.Close(); err != nil {
+		t.Fatal(err)
+	}
+	_, bytes := content(t, imported)
+	for what, path := range map[string]string{"import": imported.Path(), "copy": compact} {
+		info, err := os.Stat(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if ratio := float64(info.Size()) / float64(bytes); ratio > 2 {
+			t.Errorf("%s: %d bytes for %d of keys and values, %.2f times as many", what, info.Size(), bytes, ratio)
+		}
+	}
+}
+
+// content counts the rows of an engine, and the bytes of their keys and values.
+func content(t testing.TB, kv index.KV) (rows, bytes int) {
+	err := kv.View(t.Context(), func(x index.Txn) error {
+		rows, bytes = 0, 0
+		for k, v := range x.Range(nil, nil) {
+			rows++
+			bytes += len(k) + len(v)
+		}
+		return nil
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return rows, bytes
+}
+
+// TestImportRefused: an import that can't be leaves an empty index, which takes another one.
+func TestImportRefused(t *testing.T) {
+	kv := openMemory(t, new(memkv.Disk))
+	ix := opened(t, kv)
+	a := aggregate("base")
+	broken := errors.New("no more")
+	wrong := adapter("a", "x", 1, a)
+	for what, entries := range map[string][]index.Entry{
+		"twice":          {{PutManifest: wrong}, {PutManifest: wrong}},
+		"another's tag":  {{PutManifest: wrong, Tags: []index.PutTag{{Repo: "b", Tag: "v1", Digest: wrong.Digest, Seq: 1}}}},
+		"not acceptable": {{PutManifest: adapter("", "x", 1, a)}},
+		"broken off":     {{PutManifest: wrong}, {}},
+	} {
+		err := ix.Import(t.Context(), t.TempDir(), func(yield func(index.Entry, error) bool) {
+			for _, e := range entries {
+				err := error(nil)
+				if e.Repo == "" && what == "broken off" {
+					err = broken
+				}
+				if !yield(e, err) {
+					return
+				}
+			}
+		})
+		if err == nil || what == "broken off" && !errors.Is(err, broken) {
+			t.Errorf("%s: %v", what, err)
+		}
+		equal(t, what, all(t, ix.Export(t.Context())), nil)
+	}
+	if err := ix.Import(t.Context(), "", farm(10, a)); err != nil {
+		t.Fatal(err)
+	}
+	if err := ix.Import(t.Context(), "", farm(10, a)); err == nil || len(all(t, ix.Export(t.Context()))) != 21 {
+		t.Errorf("import into an index that holds something: %v", err)
 	}
 }

@@ -2,6 +2,7 @@ package index_test
 
 import (
 	"fmt"
+	"os"
 	"testing"
 
 	"github.com/kiln-registry/kiln-registry/api"
@@ -76,4 +77,42 @@ func BenchmarkRebuild(b *testing.B) {
 		b.StartTimer()
 		load(b, ix, aggregate("base"), 0, 10000)
 	}
+}
+
+// BenchmarkImport is an import of 100,000 adapters, and what it leaves on the disk.
+func BenchmarkImport(b *testing.B) {
+	const n = 100_000
+	for b.Loop() {
+		kv := openBolt(b)
+		ix := opened(b, kv)
+		if err := ix.Import(b.Context(), b.TempDir(), farm(n, aggregate("base"))); err != nil {
+			b.Fatal(err)
+		}
+		info, err := os.Stat(kv.Path())
+		if err != nil {
+			b.Fatal(err)
+		}
+		rows, bytes := content(b, kv)
+		b.ReportMetric(float64(info.Size())/float64(bytes), "size/bytes")
+		b.ReportMetric(float64(rows)/n, "rows/artifact")
+		b.ReportMetric(float64(bytes)/float64(rows), "bytes/row")
+	}
+}
+
+// BenchmarkListing is the first page of 100 of a base with 100,000 adapters, each in a repository of its own.
+func BenchmarkListing(b *testing.B) {
+	a := aggregate("base")
+	ix := opened(b, openBolt(b))
+	if err := ix.Import(b.Context(), b.TempDir(), farm(100_000, a)); err != nil {
+		b.Fatal(err)
+	}
+	var buf []byte
+	for b.Loop() {
+		p, err := ix.Listing(b.Context(), index.Query{Aggregate: a}, 100, buf[:0])
+		if err != nil || p.Rows != 100 {
+			b.Fatalf("%d rows, %v", p.Rows, err)
+		}
+		buf = p.JSON
+	}
+	b.SetBytes(int64(len(buf)))
 }

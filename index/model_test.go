@@ -284,6 +284,19 @@ func (m *model) tagsOf(repo string, d identity.Digest) (tags []string) {
 	return tags
 }
 
+// entries are what is held, for an import.
+func (m *model) entries() (all []index.Entry) {
+	for _, p := range m.live() {
+		e := index.Entry{PutManifest: p}
+		for _, tag := range m.tagsOf(p.Repo, p.Digest) {
+			seq := m.tags[tagName{p.Repo, tag}].seq
+			e.Tags = append(e.Tags, index.PutTag{Repo: p.Repo, Tag: tag, Digest: p.Digest, Seq: seq})
+		}
+		all = append(all, e)
+	}
+	return all
+}
+
 func (m *model) tagsAfter(repo, last string) (tags []string) {
 	for k := range m.tags {
 		if _, ok := m.tag(k.repo, k.tag); ok && k.repo == repo && k.tag > last {

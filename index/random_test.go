@@ -382,8 +382,52 @@ func (w *world) checkExport(r *rapid.T) {
 	equal(r, "export", all(r, w.ix.Export(context.Background())), w.model.export())
 }
 
+// checkImport imports what is held into another index, which has the same rows then, but for those that say what is gone
+// and those of tags that point to nothing.
+func (w *world) checkImport(r *rapid.T) {
+	kv, err := new(memkv.Disk).Open(1)
+	if err != nil {
+		r.Fatal(err)
+	}
+	ix, err := index.New(context.Background(), kv)
+	if err != nil {
+		r.Fatal(err)
+	}
+	defer ix.Close()
+	entries := rapid.Permutation(w.model.entries()).Draw(r, "entries")
+	err = ix.Import(context.Background(), "", func(yield func(index.Entry, error) bool) {
+		for _, e := range entries {
+			if !yield(e, nil) {
+				return
+			}
+		}
+	})
+	if err != nil {
+		r.Fatal(err)
+	}
+	held := map[string]bool{}
+	for _, row := range numberedRows(dump(r, kv)) {
+		held[row] = true
+	}
+	for _, row := range numberedRows(dump(r, w.kv)) {
+		if !held[row] && !strings.ContainsRune("mtxy", rune(row[1])) {
+			r.Errorf("import lacks the row %.200s", row)
+		}
+		delete(held, row)
+	}
+	for row := range held {
+		r.Errorf("import has the row %.200s", row)
+	}
+	equal(r, "records of the import", manifests(all(r, ix.Export(context.Background()))), manifests(w.model.export()))
+}
+
+func manifests(rows []index.Row) []index.Row {
+	return slices.DeleteFunc(rows, func(r index.Row) bool { return r.Type != "manifest" })
+}
+
 // checkAll asks every question.
 func (w *world) checkAll(r *rapid.T) {
+	w.checkImport(r)
 	w.checkExport(r)
 	w.checkNames(r)
 	w.checkListings(r)

@@ -144,3 +144,6 @@ func (t *txn) step(move func() ([]byte, []byte)) (key, value []byte) {
 	defer t.catch(&err)
 	return move()
 }
+
+// Pack implements index.Packer: the pages of the group's transaction are filled whole.
+func (t *txn) Pack() { t.bucket.FillPercent = 1 }
