@@ -255,19 +255,18 @@ func (q Query) prefix() (key, error) {
 	return k, nil
 }
 
-// row reads a key of the table that the query walks.
-func (q Query) row(k []byte) (r row, err error) {
-	p := split(k)
+// readRow reads a key of a listing. last is the row before it, or any other.
+func readRow(k []byte, last row) (r row, err error) {
+	p := parts{left: k[1:]}
 	switch k[0] {
 	case tableAggregate, tableName, tableLink:
-		p.sum()
-		r.group, r.repo = p.text(), p.text()
+		p.take(32)
+		r.group, r.repo = p.textLike(last.group), p.textLike(last.repo)
 	case tableSubject:
-		r.repo = p.text()
-		p.sum()
-		p.sum()
+		r.repo = p.textLike(last.repo)
+		p.take(64)
 	case tableRepo:
-		r.repo = p.text()
+		r.repo = p.textLike(last.repo)
 	}
 	r.created, r.digest = p.time(), p.sum()
 	return r, p.err()
@@ -279,6 +278,7 @@ type walk struct {
 	prefix key
 	see    func(string) bool
 	since  uint64 // inverted; rows of a greater time are older
+	last   row    // whose texts are used again
 	hidden bool   // where the last jump leads to tells the name of a repository that is not to be seen
 }
 
@@ -302,9 +302,10 @@ func newWalk(q Query) (w *walk, from []byte, err error) {
 
 // look reads a row: what it lists, or where to go on when the query does not want the row and others like it.
 func (w *walk) look(t tx, k, v []byte) (r row, l listed, jump []byte, err error) {
-	if r, err = w.row(k); err != nil {
+	if r, err = readRow(k, w.last); err != nil {
 		return r, l, nil, err
 	}
+	w.last = r
 	if jump = w.jump(k, r); jump != nil {
 		return r, l, jump, nil
 	}
@@ -434,7 +435,7 @@ func (q Query) start() ([]byte, error) {
 	if err != nil || len(k) > maxKey || !bytes.HasPrefix(k, prefix) {
 		return nil, fmt.Errorf("%.80q: %w", q.After, ErrCursor)
 	}
-	if _, err := q.row(k); err != nil && !passedBy(k) {
+	if _, err := readRow(k, row{}); err != nil && !passedBy(k) {
 		return nil, fmt.Errorf("%.80q: %w", q.After, ErrCursor)
 	}
 	return append(k, 0), nil
@@ -497,7 +498,7 @@ func (t tx) newest(q Query, steps *int) (best row, found bool, err error) {
 	}
 	err = t.walk(from, after(w.prefix), func(k, _ []byte) ([]byte, error) {
 		*steps++
-		r, err := w.row(k)
+		r, err := readRow(k, row{})
 		if err != nil {
 			return nil, err
 		}

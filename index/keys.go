@@ -110,15 +110,20 @@ func (p *parts) take(n int) []byte {
 	return b
 }
 
-func (p *parts) text() string {
+func (p *parts) text() string { return p.textLike("") }
+
+// textLike reads a text, and returns like itself if it is the same.
+func (p *parts) textLike(like string) string {
 	i := bytes.IndexByte(p.left, 0)
 	if i < 0 {
 		p.bad = true
 		return ""
 	}
-	s := string(p.take(i))
-	p.take(1)
-	return s
+	b := p.take(i + 1)[:i]
+	if string(b) == like {
+		return like
+	}
+	return string(b)
 }
 
 func (p *parts) rest() string { return string(p.take(len(p.left))) }

@@ -474,7 +474,7 @@ func (ix *Index) page(ctx context.Context, q Query, n int, take func(tx, row, li
 					return nil, err
 				case jump != nil:
 					if !w.hidden {
-						at = jump
+						at = append(at[:0], jump...)
 					}
 					return jump, nil
 				case !w.wants(l):
@@ -488,7 +488,7 @@ func (ix *Index) page(ctx context.Context, q Query, n int, take func(tx, row, li
 					}
 					rows, size = rows+1, size+more
 				}
-				at = bytes.Clone(k)
+				at = append(at[:0], k...)
 				return nil, nil
 			})
 		})
