@@ -14,8 +14,9 @@ import (
 	"github.com/kiln-registry/kiln-registry/internal/bench/rig"
 )
 
-// serveBare is the yardstick of the registry table: a handler that does what a blob costs at least, and nothing else.
-// Arguments: folder, address.
+// serveBare is the yardstick of the registry and index tables: handlers that do what a blob or a page cost at least, and
+// nothing else.
+// Pages are the files page-* that the folder has at the start, from memory. Arguments: folder, address.
 func serveBare(ctx context.Context, args []string) error {
 	if len(args) != 2 {
 		return errors.New("bare: want a folder and an address")
@@ -31,6 +32,21 @@ func serveBare(ctx context.Context, args []string) error {
 func bareHandler(dir string) http.Handler {
 	mux := http.NewServeMux()
 	mux.HandleFunc("GET /ready", func(http.ResponseWriter, *http.Request) {})
+	pages := map[string][]byte{}
+	files, _ := filepath.Glob(filepath.Join(dir, "page-*")) // the pattern is a good one
+	for _, path := range files {
+		pages[filepath.Base(path)], _ = os.ReadFile(path) // what can't be read is not found below
+	}
+	mux.HandleFunc("GET /pages/{name}", func(w http.ResponseWriter, r *http.Request) {
+		page, ok := pages[r.PathValue("name")]
+		if !ok {
+			http.NotFound(w, r)
+			return
+		}
+		w.Header().Set("Content-Type", "application/json")
+		w.Header().Set("Content-Length", strconv.Itoa(len(page)))
+		w.Write(page) // a client that goes away is its own matter
+	})
 	mux.HandleFunc("GET /blob", func(w http.ResponseWriter, r *http.Request) {
 		f, err := os.Open(filepath.Join(dir, "blob"))
 		if err != nil {

@@ -100,6 +100,7 @@ func (b *bench) tables(ctx context.Context, names []string) error {
 	all := []table{
 		{"identity", "", b.identity}, {"blobs", "registry", b.blobs}, {"pushes", "registry", b.largePushes},
 		{"manifests", "registry", b.manifestRates}, {"farm", "registry", b.farm}, {"index", "", b.index},
+		{"find", "index", b.find},
 	}
 	if b.versitygw != "" {
 		all = []table{{"s3", "registry", b.s3}}
@@ -110,7 +111,7 @@ func (b *bench) tables(ctx context.Context, names []string) error {
 	}
 	for _, name := range names {
 		if !known[name] {
-			return fmt.Errorf("no table %q: want identity, registry, blobs, pushes, manifests, farm, index or nothing for all; "+
+			return fmt.Errorf("no table %q: want identity, registry, blobs, pushes, manifests, farm, index, find or nothing for all; "+
 				"only registry with an S3 server", name)
 		}
 	}
