@@ -16,8 +16,8 @@ import (
 var (
 	// ErrNotFound: the store holds no such blob.
 	ErrNotFound = errors.New("blob not found")
-	// ErrQuarantined: the bytes of the blob were found damaged and are set aside. It is an ErrNotFound too: whoever has the
-	// right bytes may push them, which heals the blob.
+	// ErrQuarantined: the bytes of the blob were found damaged and are set aside. It is an ErrNotFound too: whoever has
+	// the right bytes may push them, which heals the blob.
 	ErrQuarantined = fmt.Errorf("%w: its bytes are damaged and in quarantine", ErrNotFound)
 	// ErrUploadUnknown: no upload of that id is open.
 	ErrUploadUnknown = errors.New("upload unknown")
@@ -62,10 +62,10 @@ type Info struct {
 type Store interface {
 	// Stat describes a blob, or returns ErrNotFound. With ErrCut it describes the copy all the same, for SetAside.
 	Stat(ctx context.Context, d identity.Digest) (Info, error)
-	// Open reads n bytes of the copy that i, which Stat, Commit or List gave, names, from off; n < 0 means to the end.
-	// The reader implements io.WriterTo in a way that lets an HTTP response use sendfile where the engine has a file.
-	// ErrNotFound, also when there is another copy by now. ErrDamaged, ErrCut for example, if the engine sees that it can't
-	// give the bytes that were stored: List yields such a copy as it is.
+	// Open reads n bytes of the copy that i, which Stat, Commit or List gave, names, from off; n < 0 means to the end. The
+	// reader implements io.WriterTo in a way that lets an HTTP response use sendfile where the engine has a file.
+	// ErrNotFound, also when there is another copy by now. ErrDamaged, ErrCut for example, if the engine sees that it
+	// can't give the bytes that were stored: List yields such a copy as it is.
 	Open(ctx context.Context, i Info, off, n int64) (io.ReadCloser, error)
 	// Create opens an upload. hint is the digest that Commit will ask for, or zero; size the number of bytes to come,
 	// or negative when not known. Both are promises of the client: Append refuses what goes past size.
@@ -159,8 +159,8 @@ type PlacedRef struct {
 	After Position
 }
 
-// Dropped is a part of the refs of a store that Open left out, as it reads as no refs: what a process that was killed had
-// not written to its end, which was not acknowledged, or damage.
+// Dropped is a part of the refs of a store that Open left out, as it reads as no refs: what a process that was killed
+// had not written to its end, which was not acknowledged, or damage.
 type Dropped struct {
 	Where string // names the log and the place in it
 	Bytes int64  // 0: what was there is gone

@@ -205,7 +205,8 @@ func TestInsideOfAStore(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, dir := range []string{
-		filepath.Join(outer, "sub"), filepath.Join(outer, "blobs", "a", "b"), outer + "/x/../y", filepath.Join(link, "sub"), link,
+		filepath.Join(outer, "sub"), filepath.Join(outer, "blobs", "a", "b"), outer + "/x/../y",
+		filepath.Join(link, "sub"), link,
 	} {
 		err := Init(dir)
 		if !errors.Is(err, blobstore.ErrNotStore) || !strings.Contains(err.Error(), "inside of the store "+outer) {
@@ -239,8 +240,10 @@ func TestReadOnly(t *testing.T) {
 	kill(t, st)
 	dir := st.dir
 	for name, content := range map[string]string{
-		"uploads/" + damaged.ID() + uploadState: strings.Repeat("x", statesAt), "quarantine/" + i.Digest.Hex() + asideNote: "{}",
-		"uploads/" + strings.Repeat("0", 32) + uploadData: "half", "uploads/" + strings.Repeat("1", 32) + uploadState: "half",
+		"quarantine/" + i.Digest.Hex() + asideNote:         "{}",
+		"uploads/" + damaged.ID() + uploadState:            strings.Repeat("x", statesAt),
+		"uploads/" + strings.Repeat("0", 32) + uploadData:  "half",
+		"uploads/" + strings.Repeat("1", 32) + uploadState: "half",
 	} {
 		if err := os.WriteFile(filepath.Join(dir, name), []byte(content), 0o644); err != nil {
 			t.Fatal(err)

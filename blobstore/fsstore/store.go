@@ -62,13 +62,13 @@ const syncEvery = 64 << 20
 type Options struct {
 	// Notify, if set, is told what an operator should know about how the store was found, one line each.
 	Notify func(string)
-	// AcceptLoss makes a log of refs that is damaged one of those refs that can still be read, wherever they are in it, and
-	// keeps the damaged one aside. Dropped says what was left out. Positions of before are void: an index has to be made
-	// anew. A log that is not damaged stays as it is.
+	// AcceptLoss makes a log of refs that is damaged one of those refs that can still be read, wherever they are in it,
+	// and keeps the damaged one aside. Dropped says what was left out. Positions of before are void: an index has to be
+	// made anew. A log that is not damaged stays as it is.
 	AcceptLoss bool
-	// ReadOnly leaves everything in the folder as it is, but for the lock: nothing is brought into order, and every change is
-	// blobstore.ErrReadOnly. What a process that was killed had not acknowledged may be shown, and be gone after a power
-	// failure.
+	// ReadOnly leaves everything in the folder as it is, but for the lock: nothing is brought into order, and every change
+	// is blobstore.ErrReadOnly. What a process that was killed had not acknowledged may be shown, and be gone after a
+	// power failure.
 	ReadOnly bool
 	// Disk is how files are changed. Only tests set it.
 	Disk durable.Disk
@@ -264,8 +264,8 @@ func shelf(dir string, first byte) string {
 
 // Open opens the store in dir and takes its lock. The error is blobstore.ErrNotStore if there is none,
 // blobstore.ErrDamaged if its records do not read back, blobstore.ErrRefsDamaged if those are refs, and
-// durable.ErrLocked, with the process, if it is in use. All that the store shows is durable on return, also what a killed
-// process had not yet acknowledged.
+// durable.ErrLocked, with the process, if it is in use. All that the store shows is durable on return, also what a
+// killed process had not yet acknowledged.
 func Open(dir string, o Options) (*Store, error) {
 	if err := checkMarker(dir); err != nil {
 		return nil, err

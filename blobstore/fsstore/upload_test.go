@@ -403,7 +403,8 @@ func TestFailedCommitCanBeRetried(t *testing.T) {
 	checkBlob(t, st.path(identity.Sum(data)))
 }
 
-// TestResumeWhereNothingCanBeWritten: an upload is there, with what was acknowledged, also while the disk takes nothing.
+// TestResumeWhereNothingCanBeWritten: an upload is there, with what was acknowledged, also while the disk takes
+// nothing.
 func TestResumeWhereNothingCanBeWritten(t *testing.T) {
 	st, f := openFaulty(t)
 	data := pattern(300_000, "full")
@@ -472,8 +473,8 @@ func TestCutFile(t *testing.T) {
 	}
 }
 
-// TestPushOverDamage: whoever pushes the right bytes over a copy that has rotted heals it, also one that nobody has found
-// yet, of the same size or not. Readers never find that the blob is not there.
+// TestPushOverDamage: whoever pushes the right bytes over a copy that has rotted heals it, also one that nobody has
+// found yet, of the same size or not. Readers never find that the blob is not there.
 func TestPushOverDamage(t *testing.T) {
 	st, f := openFaulty(t)
 	data := pattern(300_000, "rot")

@@ -61,11 +61,11 @@ type Options struct {
 	// AcceptLoss puts objects without refs in the place of those of the log that are missing or can't be read, and keeps
 	// what was there below lost/. Dropped says what was left out. It reads the whole log.
 	AcceptLoss bool
-	// ReadOnly leaves everything in the bucket as it is, but for the claim of an owner: nothing that another process left is
-	// tidied up, and every change is blobstore.ErrReadOnly.
+	// ReadOnly leaves everything in the bucket as it is, but for the claim of an owner: nothing that another process left
+	// is tidied up, and every change is blobstore.ErrReadOnly.
 	ReadOnly bool
-	// PartMemory is how many bytes the parts of all uploads have in memory, besides up to a MiB of each. Uploads wait for one
-	// another where it is used up, and are blobstore.ErrUnavailable after half a minute. Zero: DefaultPartMemory.
+	// PartMemory is how many bytes the parts of all uploads have in memory, besides up to a MiB of each. Uploads wait for
+	// one another where it is used up, and are blobstore.ErrUnavailable after half a minute. Zero: DefaultPartMemory.
 	PartMemory int64
 	// Transport, if set, stands between the client and the network. Only tests set it, and Tries.
 	Transport func(http.RoundTripper) http.RoundTripper

@@ -154,8 +154,8 @@ func testDelete(e *env) {
 	e.lacks(first.Digest)
 }
 
-// testKeepsOneCopy: of what is pushed again one copy stays, the first or the last. A reader of the other one goes on, and
-// who deletes the other one leaves this one.
+// testKeepsOneCopy: of what is pushed again one copy stays, the first or the last. A reader of the other one goes on,
+// and who deletes the other one leaves this one.
 func testKeepsOneCopy(e *env) {
 	b := random(4, 5000)
 	first := e.put(b)

@@ -28,8 +28,8 @@ type grid struct {
 // ErrInjected is the error of a change that Medium.Fail made fail.
 var ErrInjected = errors.New("injected fault")
 
-// Faults counts changes and lets one of them fail. It does what Medium.Fail asks for. The zero Faults lets none fail. It
-// is safe for concurrent use.
+// Faults counts changes and lets one of them fail. It does what Medium.Fail asks for. The zero Faults lets none fail.
+// It is safe for concurrent use.
 type Faults struct {
 	mu      sync.Mutex
 	left    int // changes up to the one that fails
@@ -245,8 +245,8 @@ func (g *grid) commit() error {
 	return err
 }
 
-// checkCommitted: after a failure the upload is there, open or as a receipt, with all that was acknowledged of it. In the
-// process that saw it a blob whose name could not be made durable may be hidden.
+// checkCommitted: after a failure the upload is there, open or as a receipt, with all that was acknowledged of it. In
+// the process that saw it a blob whose name could not be made durable may be hidden.
 func (g *grid) checkCommitted(ok bool) {
 	u := g.resume(g.id)
 	i, err := g.st.Stat(g.ctx, identity.Sum(g.more))

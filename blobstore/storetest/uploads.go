@@ -74,8 +74,8 @@ func testFinish(e *env) {
 	e.want("finish after the mismatch", err, blobstore.ErrUploadUnknown)
 }
 
-// testReceipt: an upload that has ended can be asked what it became, until Abort, in whichever process and with whichever
-// handle.
+// testReceipt: an upload that has ended can be asked what it became, until Abort, in whichever process and with
+// whichever handle.
 func testReceipt(e *env) {
 	for _, before := range []int{0, 1, 300 << 10, 700 << 10} {
 		for _, hinted := range []bool{false, true} {
