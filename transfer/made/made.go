@@ -123,7 +123,9 @@ func OpenPath(ctx context.Context, kind api.Kind, path string, w transfer.Watch)
 	if err := a.parse(read.Names(), func(name string, _ int64) ([]byte, error) { return read.Text(name), nil }); err != nil {
 		return Artifact{}, err
 	}
-	a.Record.Binding = read.Base
+	if read.Base.Evidence != documents.EvidenceNone {
+		a.Record.Binding = read.Base
+	}
 	return a, nil
 }
 

@@ -1,0 +1,272 @@
+package made_test
+
+import (
+	"errors"
+	"io/fs"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/kiln-registry/kiln-registry/api"
+	"github.com/kiln-registry/kiln-registry/api/client"
+	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/identity/documents"
+	"github.com/kiln-registry/kiln-registry/identity/resume"
+	"github.com/kiln-registry/kiln-registry/internal/testartifact"
+	"github.com/kiln-registry/kiln-registry/internal/testregistry"
+	"github.com/kiln-registry/kiln-registry/transfer"
+	"github.com/kiln-registry/kiln-registry/transfer/artifact"
+	"github.com/kiln-registry/kiln-registry/transfer/made"
+	"github.com/kiln-registry/kiln-registry/transfer/staging"
+)
+
+// world is a registry with a base, and a folder.
+type world struct {
+	host  string
+	dir   string
+	model string
+	base  identity.Manifest
+	c     *client.Client
+}
+
+func dial(host string, _ bool) (*client.Client, error) { return client.New(host, client.Options{}) }
+
+// writeModel writes a model of one shard.
+func writeModel(t *testing.T, dir, shard, content string) {
+	t.Helper()
+	header := `{"w":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}`
+	b := append([]byte{byte(len(header)), 0, 0, 0, 0, 0, 0, 0}, header+content...)
+	if err := errors.Join(os.MkdirAll(dir, 0o755), os.WriteFile(filepath.Join(dir, shard), b, 0o644)); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func newWorld(t *testing.T) world {
+	t.Helper()
+	t.Setenv("HOME", t.TempDir())
+	srv := httptest.NewServer(testregistry.New(t))
+	t.Cleanup(srv.Close)
+	w := world{host: strings.TrimPrefix(srv.URL, "http://"), dir: t.TempDir()}
+	var err error
+	if w.c, err = client.New(w.host, client.Options{}); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(w.c.Close)
+	w.model = filepath.Join(w.dir, "model")
+	writeModel(t, w.model, "model.safetensors", "0123")
+	w.push(t, w.model, "team/model")
+	h, err := made.OpenHere(t.Context(), w.model, dial, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	w.base = h.Base.Manifest
+	return w
+}
+
+func (w world) push(t *testing.T, dir, repo string) transfer.Pushed {
+	t.Helper()
+	pushed, err := transfer.Push(t.Context(), w.c, dir, client.Reference{Host: w.host, Repo: repo, Tag: "v1"},
+		transfer.PushOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return pushed
+}
+
+// send pushes what was made from a base and resolves it again.
+func (w world) send(t *testing.T, kind api.Kind, path, repo string) transfer.Plan {
+	t.Helper()
+	a, err := artifact.Read(t.Context(), kind, path, artifact.Options{Legacy: true})
+	if err != nil {
+		t.Fatal(err)
+	}
+	ref := client.Reference{Host: w.host, Repo: repo, Tag: "v1"}
+	if _, err := a.Push(t.Context(), w.c, ref, nil); err != nil {
+		t.Fatal(err)
+	}
+	plan, err := transfer.Resolve(t.Context(), w.c, ref)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if plan.Kind != kind {
+		t.Errorf("%s is of kind %q", repo, plan.Kind)
+	}
+	return plan
+}
+
+func (w world) path(name string) string { return filepath.Join(w.dir, name) }
+
+func write(t *testing.T, path string, b []byte) {
+	t.Helper()
+	if err := os.WriteFile(path, b, 0o644); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// TestSame: a folder and the artifact that was pushed from it are read as the same.
+func TestSame(t *testing.T) {
+	w := newWorld(t)
+	if err := errors.Join(
+		testartifact.Adapter(w.path("sql"), 1, &w.base), testartifact.PEFT(w.path("peft"), 2),
+		testartifact.Adapter(w.path("unbound"), 3, nil),
+		testartifact.Checkpoint(w.path("a.kiln-checkpoint"), 1, &w.base, false),
+		testartifact.Checkpoint(w.path("b.kiln-checkpoint"), 1, &w.base, true),
+	); err != nil {
+		t.Fatal(err)
+	}
+	write(t, w.path("receipt.json"), testartifact.Receipt("r", identity.Sum(nil), &w.base))
+	write(t, w.path("eval.json"), testartifact.Eval("e", "sql", &w.base))
+	write(t, w.path("rows.jsonl"), testartifact.Row("1", &w.base))
+	for _, c := range []struct {
+		kind     api.Kind
+		path     string
+		name     string
+		evidence documents.Evidence
+		legacy   bool
+	}{
+		{api.KindAdapter, "sql", "sql", documents.EvidenceDocument, false},
+		{api.KindAdapter, "peft", "", documents.EvidenceNone, false},
+		{api.KindAdapter, "unbound", "unbound", documents.EvidenceNone, true},
+		{api.KindCheckpoint, "a.kiln-checkpoint", "demo", documents.EvidenceDocument, false},
+		{api.KindCheckpoint, "b.kiln-checkpoint", "demo", documents.EvidenceAggregateOnly, true},
+		{api.KindReceipt, "receipt.json", "r", documents.EvidenceDocument, false},
+		{api.KindEval, "eval.json", "e", documents.EvidenceDocument, false},
+	} {
+		plan := w.send(t, c.kind, w.path(c.path), "made/"+strings.ToLower(strings.ReplaceAll(c.path, ".", "-")))
+		far, err := made.Read(t.Context(), w.c, plan)
+		if err != nil {
+			t.Errorf("%s: %v", c.path, err)
+			continue
+		}
+		near, err := made.Open(t.Context(), c.kind, w.path(c.path), dial, nil)
+		if err != nil {
+			t.Errorf("%s: %v", c.path, err)
+			continue
+		}
+		for _, a := range []made.Artifact{far, near} {
+			if a.Kind != c.kind || a.Name != c.name || a.Binding().Evidence != c.evidence || a.Legacy != c.legacy ||
+				(a.Checkpoint != nil) != (c.kind == api.KindCheckpoint) ||
+				a.Aggregate().IsZero() != (c.evidence == documents.EvidenceNone) {
+				t.Errorf("%s: %+v", c.path, a)
+			}
+		}
+		if near.Checked == far.Checked || near.Binding().Where() != far.Binding().Where() {
+			t.Errorf("%s: %q, %q", c.path, near.Binding().Where(), far.Binding().Where())
+		}
+	}
+	// Rows have no bound: of those in a registry only what the manifest says is read.
+	plan := w.send(t, api.KindEval, w.path("rows.jsonl"), "made/rows")
+	far, err := made.Read(t.Context(), w.c, plan)
+	if err != nil || far.Binding().Evidence != documents.EvidenceAsserted || far.Aggregate() != w.base.Aggregate {
+		t.Errorf("%+v, %v", far, err)
+	}
+}
+
+// TestClaims: every claim about the base is held against every other one.
+func TestClaims(t *testing.T) {
+	w := newWorld(t)
+	if err := errors.Join(testartifact.Adapter(w.path("sql"), 1, &w.base), testartifact.PEFT(w.path("peft"), 2)); err != nil {
+		t.Fatal(err)
+	}
+	sql, peft := w.send(t, api.KindAdapter, w.path("sql"), "team/model"), w.send(t, api.KindAdapter, w.path("peft"), "team/model")
+	base, err := transfer.ResolveAggregate(t.Context(), w.c, w.base.Aggregate, "")
+	if err != nil {
+		t.Fatal(err)
+	}
+	other := identity.Aggregate(identity.Sum([]byte("other")))
+	for name, c := range map[string]struct {
+		plan transfer.Plan
+		says func(*transfer.Plan)
+		want documents.Evidence
+		err  string
+	}{
+		"document":               {sql, func(p *transfer.Plan) {}, documents.EvidenceDocument, ""},
+		"annotation":             {peft, func(p *transfer.Plan) { p.Claim = other.String() }, documents.EvidenceAsserted, ""},
+		"subject":                {peft, func(p *transfer.Plan) { p.Subject = base.Manifest }, documents.EvidenceAsserted, ""},
+		"subject is no base":     {peft, func(p *transfer.Plan) { p.Subject = sql.Manifest }, documents.EvidenceNone, ""},
+		"subject is not there":   {peft, func(p *transfer.Plan) { p.Subject = identity.Sum(nil) }, documents.EvidenceNone, ""},
+		"other annotation":       {sql, func(p *transfer.Plan) { p.Claim = other.String() }, "", "(base-conflict)"},
+		"annotation and subject": {peft, func(p *transfer.Plan) { p.Claim, p.Subject = other.String(), base.Manifest }, "", "(base-conflict)"},
+		"odd annotation":         {peft, func(p *transfer.Plan) { p.Claim = "x" }, "", api.AnnotationAggregate},
+		"file":                   {sql, func(p *transfer.Plan) { p.Files = exchange(p) }, "", "(file-digest)"},
+	} {
+		c.says(&c.plan)
+		a, err := made.Read(t.Context(), w.c, c.plan)
+		if c.err != "" {
+			if err == nil || !strings.Contains(err.Error(), c.err) {
+				t.Errorf("%s: %v", name, err)
+			}
+			continue
+		}
+		if err != nil || a.Binding().Evidence != c.want {
+			t.Errorf("%s: %+v, %v", name, a.Binding(), err)
+		}
+	}
+	if _, err := made.Read(t.Context(), w.c, base); !errors.Is(err, made.ErrNotMade) {
+		t.Errorf("a base: %v", err)
+	}
+}
+
+// exchange gives the weights another digest.
+func exchange(p *transfer.Plan) (files []staging.File) {
+	for _, f := range p.Files {
+		if f.Name == documents.AdapterWeightsFile {
+			f.Digest = identity.Sum([]byte("others"))
+		}
+		files = append(files, f)
+	}
+	return files
+}
+
+func TestOpen(t *testing.T) {
+	w := newWorld(t)
+	for _, c := range []struct {
+		text string
+		is   error
+	}{
+		{w.host + "/team/model:v1", made.ErrNotMade}, {w.host + "/team/none:v1", api.ErrManifestUnknown},
+		{"nowhere", fs.ErrNotExist}, {w.host + "/team/model", transfer.ErrNoTag},
+	} {
+		if _, err := made.Open(t.Context(), api.KindAdapter, c.text, dial, nil); !errors.Is(err, c.is) {
+			t.Errorf("%s: %v", c.text, err)
+		}
+	}
+	if k := made.KindOf(w.model); k != "" {
+		t.Errorf("a model is %q", k)
+	}
+	if k := made.KindOf("nowhere.kiln-checkpoint/"); k != api.KindCheckpoint {
+		t.Errorf("a checkpoint is %q", k)
+	}
+}
+
+func TestOpenHere(t *testing.T) {
+	w := newWorld(t)
+	srv := httptest.NewServer(http.HandlerFunc(func(rw http.ResponseWriter, r *http.Request) {
+		switch r.URL.Path {
+		case "/health":
+			_, _ = rw.Write([]byte(`{"status":"ok","base_weight_identity":null}`))
+		default:
+			http.NotFound(rw, r)
+		}
+	}))
+	defer srv.Close()
+	for _, text := range []string{w.model, w.host + "/team/model:v1", w.base.Aggregate.String()} {
+		h, err := made.OpenHere(t.Context(), text, dial, nil)
+		if err != nil || h.Aggregate() != w.base.Aggregate || h.Name != text {
+			t.Errorf("%s: %+v, %v", text, h, err)
+		}
+	}
+	h, err := made.OpenHere(t.Context(), srv.URL, dial, nil)
+	if err != nil || !h.Base.Absent || !h.Aggregate().IsZero() {
+		t.Errorf("%+v, %v", h, err)
+	}
+	if answer := made.Compare(made.Artifact{Kind: api.KindEval}, h); answer.Verdict != resume.CannotTell {
+		t.Errorf("%+v", answer)
+	}
+	if _, err := made.OpenHere(t.Context(), srv.URL+"/other", dial, nil); err == nil {
+		t.Error("another path is a health check")
+	}
+}
