@@ -34,6 +34,8 @@ func BenchmarkPush(b *testing.B) {
 			for b.Loop() {
 				seq++
 				p := adapter("farm/adapters-0", fmt.Sprint("pushed ", seq), seq, a)
+				p.Name, p.Facts = fmt.Sprint("adapter ", seq), []byte(`{"name":"adapter","adapter":{"rank":16}}`)
+				p.Links = []index.Link{{Relation: api.RelationReceipt, Target: identity.Sum([]byte(p.Name))}}
 				apply(b, ix, p, index.PutTag{Repo: p.Repo, Tag: fmt.Sprint("v", seq), Digest: p.Digest, Seq: seq})
 			}
 		})
