@@ -116,7 +116,7 @@ var (
 type Error struct {
 	Code    Code   `json:"code"`
 	Message string `json:"message,omitempty"`
-	Detail  any    `json:"detail,omitempty"` // more about it, made for programs; a Conflict, Immutable, Missing, Refusal or nothing
+	Detail  any    `json:"detail,omitempty"` // for programs: a Conflict, BadDocument, Immutable, Missing, Refusal or nothing
 }
 
 // Errors is the body of every answer with a status of 400 and above.

@@ -10,8 +10,10 @@ import (
 // the documents against each other and against the bytes of the files that they name; beyond that they are claims of
 // whoever wrote them. Names are labels, never identities. A member that the artifact does not record is absent.
 type Facts struct {
-	Name    string `json:"name,omitempty"`   // what the artifact calls itself: of an adapter, checkpoint or receipt the adapter's name, of an eval its job id
-	Legacy  bool   `json:"legacy,omitempty"` // a Kiln record without a full shard manifest of its base: kept as an archive only
+	// Name is what the artifact calls itself: of an adapter, checkpoint or receipt the adapter's name, of an eval its id.
+	Name string `json:"name,omitempty"`
+	// Legacy: it is a Kiln record without a full shard manifest of its base, which is kept as an archive only.
+	Legacy  bool   `json:"legacy,omitempty"`
 	Source  string `json:"source,omitempty"` // file and JSON path of the strongest claim about the base
 	Created string `json:"recorded_at,omitempty"`
 
@@ -49,7 +51,7 @@ type AdapterFacts struct {
 	Rank     int             `json:"rank,omitempty"`
 	DoRA     bool            `json:"use_dora,omitempty"`        // some servers can't serve those
 	Modules  []string        `json:"target_modules,omitempty"`  // the first 32
-	Saved    []string        `json:"modules_to_save,omitempty"` // the first 32: layers that are in it whole, which may need another vocabulary size
+	Saved    []string        `json:"modules_to_save,omitempty"` // the first 32: layers that are in it whole
 	Stated   bool            `json:"kiln_manifest,omitempty"`   // it has an adapter_manifest.json
 }
 
@@ -64,7 +66,8 @@ type CheckpointFacts struct {
 
 // ReceiptFacts are those of a train_receipt.json.
 type ReceiptFacts struct {
-	Status string          `json:"status"` // success or failed
+	Digest identity.Digest `json:"receipt_sha256,omitzero"` // of the document
+	Status string          `json:"status"`                  // success or failed
 	Mode   string          `json:"mode,omitempty"`
 	Output identity.Digest `json:"output_weights_sha256,omitzero"` // of the adapter that came out
 	Start  identity.Digest `json:"base_weights_sha256,omitzero"`   // of the adapter that training began from
@@ -118,11 +121,14 @@ const (
 
 // Link is one edge of a lineage.
 type Link struct {
-	Relation string          `json:"relation"`           // one of the relations below
-	Weak     bool            `json:"weak,omitempty"`     // by name only: another artifact may be meant
-	Name     string          `json:"name,omitempty"`     // the name, where the link is one by name
-	Digest   identity.Digest `json:"digest,omitzero"`    // the content that is named, where the link is one by content
-	Artifact *Artifact       `json:"artifact,omitempty"` // absent: not held here, as far as the caller may see
+	Relation  string             `json:"relation"`                  // one of the relations below
+	Weak      bool               `json:"weak,omitempty"`            // by name only: another artifact may be meant
+	Name      string             `json:"name,omitempty"`            // the name, where the link is one by name
+	Digest    identity.Digest    `json:"digest,omitzero"`           // the content that is named, or of a child its manifest
+	Aggregate identity.Aggregate `json:"aggregate_sha256,omitzero"` // the base that is named, where it is one
+	Statement identity.Digest    `json:"statement,omitzero"`        // the manifest of the statement that says so
+	How       string             `json:"how,omitempty"`             // of derived_from: quantize, merge or finetune
+	Artifact  *Artifact          `json:"artifact,omitempty"`        // absent: not held here, as far as the caller may see
 }
 
 // The relations of a lineage, from the one that names to the one that is named.
@@ -133,12 +139,15 @@ const (
 	RelationAdapter   = "adapter"        // checkpoint or eval -> the adapter
 	RelationStatement = "statement"      // statement -> what it is about
 	RelationDerived   = "derived_from"   // base -> base
+	RelationContent   = "content"        // adapter or receipt -> its own bytes; of the index, no answer has it
 )
 
 // Lineage is the answer of GET /v1/artifacts/{digest}/lineage.
 type Lineage struct {
-	Artifact Artifact `json:"artifact"`
-	Parents  []Link   `json:"parents"`        // what it names
-	Children []Link   `json:"children"`       // what names it
-	Next     string   `json:"next,omitempty"` // of Children
+	Artifact  Artifact  `json:"artifact"`
+	Bindings  []Binding `json:"bindings,omitempty"` // all of them, where bind statements name different bases
+	Parents   []Link    `json:"parents"`            // what it names; empty on later pages
+	Children  []Link    `json:"children"`           // what names it
+	NotProven []string  `json:"not_proven"`
+	Next      string    `json:"next,omitempty"` // of Children
 }

@@ -8,14 +8,16 @@ import (
 
 // Paths of the routes that take no argument.
 const (
-	PathPing     = "/v2/"
-	PathBases    = "/v1/bases"
-	PathCompare  = "/v1/compare"
-	PathOpenAPI  = "/v1/openapi.yaml"
-	PathHealth   = "/health"
-	PathHealthV1 = "/v1/health"
-	PathReady    = "/readyz"
-	PathMetrics  = "/metrics"
+	PathPing          = "/v2/"
+	PathBases         = "/v1/bases"
+	PathUnbound       = "/v1/artifacts" // with unbound=true
+	PathCompare       = "/v1/compare"
+	PathCompatibility = "/v1/compatibility"
+	PathOpenAPI       = "/v1/openapi.yaml"
+	PathHealth        = "/health"
+	PathHealthV1      = "/v1/health"
+	PathReady         = "/readyz"
+	PathMetrics       = "/metrics"
 )
 
 // PathBlob is a blob of a repository: HEAD, GET, DELETE.
@@ -43,6 +45,12 @@ func PathBase(a identity.Aggregate) string { return PathBases + "/" + a.String()
 
 // PathBaseManifest is a full shard manifest of a base: GET.
 func PathBaseManifest(a identity.Aggregate) string { return PathBase(a) + "/manifest" }
+
+// PathEvals is a line for each run of the evals of a base: GET.
+func PathEvals(a identity.Aggregate) string { return PathBase(a) + "/evals.jsonl" }
+
+// PathLineage is what an artifact was made from, and what was made from it: GET.
+func PathLineage(d identity.Digest) string { return PathUnbound + "/" + d.String() + "/lineage" }
 
 // PathArtifacts lists what was made from a base: GET.
 func PathArtifacts(a identity.Aggregate) string { return PathBase(a) + "/artifacts" }

@@ -52,6 +52,15 @@ const (
 	EvidenceNone          Evidence = "none"
 )
 
+// Known says whether e is one of the kinds above.
+func (e Evidence) Known() bool {
+	switch e {
+	case EvidenceSigned, EvidenceDocument, EvidenceAsserted, EvidenceAggregateOnly, EvidenceNone:
+		return true
+	}
+	return false
+}
+
 // Names of media types, artifact types and annotations. Source: the artifact mapping of this project, which follows the
 // CNCF model-spec where that has a type.
 const (
@@ -89,7 +98,8 @@ type BaseList struct {
 	Bases []identity.Summary `json:"bases"`
 	// UnavailableShards counts, for each of these bases that has any, the shards of Base.UnavailableShards.
 	UnavailableShards map[identity.Aggregate]int `json:"unavailable_shards,omitempty"`
-	Next              string                     `json:"next,omitempty"` // after= of the next page; empty: no more
+	NotProven         []string                   `json:"not_proven,omitempty"` // see the variable of that name
+	Next              string                     `json:"next,omitempty"`       // after= of the next page; empty: no more
 }
 
 // TagList is the answer of GET /v2/{name}/tags/list.
@@ -105,6 +115,7 @@ type Base struct {
 	// UnavailableShards are those of the base that were found damaged or missing: the base can't be pulled until somebody
 	// pushes them again.
 	UnavailableShards []identity.Digest `json:"unavailable_shards,omitempty"`
+	NotProven         []string          `json:"not_proven,omitempty"`
 	Next              string            `json:"next,omitempty"`
 }
 
@@ -148,10 +159,11 @@ type Artifact struct {
 	Binding            Binding           `json:"binding,omitzero"`        // zero for a base: its own bytes say what it is
 }
 
-// ArtifactList is the answer of GET /v1/bases/{aggregate}/artifacts.
+// ArtifactList is the answer of GET /v1/bases/{aggregate}/artifacts and GET /v1/artifacts?unbound=true.
 type ArtifactList struct {
 	Artifacts         []Artifact        `json:"artifacts"`
 	UnavailableShards []identity.Digest `json:"unavailable_shards,omitempty"` // of the base; see Base
+	NotProven         []string          `json:"not_proven,omitempty"`
 	Next              string            `json:"next,omitempty"`
 }
 
@@ -175,6 +187,10 @@ type Comparison struct {
 	B     identity.Summary `json:"b"`
 	OnlyA []Shard          `json:"only_a,omitempty"` // shards whose bytes the other side lacks
 	OnlyB []Shard          `json:"only_b,omitempty"`
+	// DerivedFrom are statements that the caller may see and that say that one of two different bases was made from the
+	// other.
+	DerivedFrom []Derivation `json:"derived_from,omitempty"`
+	NotProven   []string     `json:"not_proven,omitempty"`
 }
 
 // Shard is a shard on the wire, as it stands in a shard manifest.

@@ -1,15 +1,19 @@
 package registry
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"net/http"
+	"time"
 
 	"github.com/kiln-registry/kiln-registry/api"
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/index"
 	"github.com/kiln-registry/kiln-registry/registry/access"
+	"github.com/kiln-registry/kiln-registry/registry/answers"
 )
 
 const (
@@ -17,10 +21,10 @@ const (
 	defaultPage = 100
 	// maxCompareBytes is the largest body of a comparison: two shard manifests of 4,096 long names.
 	maxCompareBytes = 4 << 20
-	// maxArtifactBytes is about how many bytes of annotations end a page of artifacts before it has the asked length.
-	maxArtifactBytes = 4 << 20
-	// maxNewest bounds the search for the newest packaging of a base.
-	maxNewest = 10_000
+	// maxQuestionBytes is the largest body of a question about compatibility: two such manifests and a resume request.
+	maxQuestionBytes = 16 << 20
+	// firstBuffer is room for a short page of artifacts, in bytes.
+	firstBuffer = 16 << 10
 )
 
 // Bases lists up to n base models that the caller may pull, in order of aggregate, after one; zero means from the
@@ -34,6 +38,7 @@ func (r *Registry) Bases(ctx context.Context, c access.Caller, after identity.Ag
 	if err != nil {
 		return list, err
 	}
+	list.NotProven = api.NotProven
 	for rec, err := range r.ix.Bases(ctx, after, c.Sees, c.Next) {
 		if err != nil {
 			return list, err
@@ -172,188 +177,50 @@ func (r *Registry) held(ctx context.Context, rec index.Record) (api.Held, error)
 	}, err
 }
 
-// BaseManifest returns the full shard manifest of a base. Names of shards differ between packagings: repo and d choose
-// one; where both are empty it is the newest that the caller may pull. ErrAggregateUnknown.
+// BaseManifest is that of answers.Desk.
 func (r *Registry) BaseManifest(
-	ctx context.Context,
-	c access.Caller,
-	a identity.Aggregate,
-	repo string,
-	d identity.Digest,
+	ctx context.Context, c access.Caller, a identity.Aggregate, repo string, d identity.Digest,
 ) (identity.Manifest, error) {
+	return r.desk.BaseManifest(ctx, c, a, repo, d)
+}
+
+// Artifacts lists what was made from a base, whether that base is held here or not, or what nothing binds to one: kind
+// by kind, repository by repository, newest first in each. The answer is an api.ArtifactList as JSON.
+func (r *Registry) Artifacts(ctx context.Context, c access.Caller, f answers.Filter, n int) ([]byte, error) {
 	if err := c.CheckAnywhere(access.Pull); err != nil {
-		return identity.Manifest{}, err
+		return nil, err
 	}
-	rec, err := r.newest(ctx, c, a, repo, d)
+	page, err := r.desk.Artifacts(ctx, c, f, n, append(make([]byte, 0, firstBuffer), `{"artifacts":[`...))
 	if err != nil {
-		return identity.Manifest{}, err
+		return nil, err
 	}
-	return r.ix.Shards(ctx, a, rec.Repo, rec.Digest)
-}
-
-// newest finds the newest base of an aggregate that the caller may pull, in one repository or as one manifest if those
-// are given.
-func (r *Registry) newest(
-	ctx context.Context,
-	c access.Caller,
-	a identity.Aggregate,
-	repo string,
-	d identity.Digest,
-) (best index.Record, err error) {
-	looked := 0
-	for rec, err := range r.ix.Find(ctx, index.Query{Aggregate: a, Kind: api.KindBase, Repo: repo, See: c.Sees, Next: c.Next}) {
-		if err != nil {
-			return best, err
-		}
-		if !d.IsZero() && rec.Digest != d {
-			continue
-		}
-		if best.Repo == "" || rec.Created.After(best.Created) {
-			best = rec
-		}
-		if looked++; looked == maxNewest {
-			break
-		}
-	}
-	if best.Repo == "" {
-		return best, unknownAggregate(a)
-	}
-	return best, nil
-}
-
-// ArtifactQuery selects what was made from a base.
-type ArtifactQuery struct {
-	Kind  api.Kind // empty: every kind, the base itself included
-	Repo  string   // empty: every repository that the caller may pull from
-	After string   // cursor; empty: from the start
-	N     int      // longest page
-}
-
-// Artifacts lists what was made from a base, whether that base is held here or not: repository by repository, newest
-// first in each.
-func (r *Registry) Artifacts(
-	ctx context.Context,
-	c access.Caller,
-	a identity.Aggregate,
-	aq ArtifactQuery,
-) (api.ArtifactList, error) {
-	list := api.ArtifactList{Artifacts: []api.Artifact{}}
-	if err := c.CheckAnywhere(access.Pull); err != nil {
-		return list, err
-	}
-	base, err := r.newest(ctx, c, a, "", identity.Digest{})
-	held := err == nil
-	if err != nil && !errors.Is(err, api.ErrAggregateUnknown) {
-		return list, err
-	}
+	rest := api.ArtifactList{NotProven: api.NotProven, Next: page.Next}
 	bad, err := r.unavailable(ctx)
-	if err == nil && held {
-		list.UnavailableShards, err = r.unavailableShards(ctx, base, bad)
+	if err == nil && page.Held && len(bad) > 0 {
+		rest.UnavailableShards, err = r.unavailableOf(ctx, c, f.Aggregate, bad)
 	}
 	if err != nil {
-		return list, err
+		return nil, err
 	}
-	q := index.Query{Aggregate: a, Kind: aq.Kind, Repo: aq.Repo, See: c.Sees, Next: c.Next, After: aq.After}
-	size, last := 0, ""
-	for rec, err := range r.ix.Find(ctx, q) {
-		if err != nil {
-			return list, err
-		}
-		for k, v := range rec.Annotations {
-			size += len(k) + len(v)
-		}
-		if len(list.Artifacts) == aq.N || last != "" && size > maxArtifactBytes {
-			list.Next = last
-			break
-		}
-		h, err := r.held(ctx, rec)
-		if err != nil {
-			return list, err
-		}
-		art := api.Artifact{
-			Held:         h,
-			Kind:         rec.Kind,
-			State:        rec.State,
-			ArtifactType: rec.ArtifactType,
-			Annotations:  rec.Annotations,
-		}
-		if rec.Kind != api.KindBase {
-			art.Binding = api.Binding{Aggregate: rec.Aggregate, Evidence: rec.Evidence, Held: held}
-		}
-		list.Artifacts, last = append(list.Artifacts, art), index.Cursor(q, rec)
+	b, err := json.Marshal(rest)
+	if err != nil {
+		return nil, err
 	}
-	return list, nil
+	return append(append(page.JSON, ']'), bytes.TrimPrefix(b, []byte(`{"artifacts":null`))...), nil
 }
 
-// Compare compares the content of two base models. ErrAggregateUnknown, ErrManifestUnknown, ErrParameterInvalid.
-func (r *Registry) Compare(ctx context.Context, c access.Caller, req api.CompareRequest) (api.Comparison, error) {
-	if err := c.CheckAnywhere(access.Pull); err != nil {
-		return api.Comparison{}, err
+// unavailableOf is unavailableShards of the newest base of an aggregate.
+func (r *Registry) unavailableOf(
+	ctx context.Context, c access.Caller, a identity.Aggregate, bad map[identity.Digest]bool,
+) ([]identity.Digest, error) {
+	base, err := r.desk.Newest(ctx, c, a, "", identity.Digest{})
+	if errors.Is(err, api.ErrAggregateUnknown) { // deleted meanwhile
+		return nil, nil
 	}
-	a, err := r.side(ctx, c, req.A)
 	if err != nil {
-		return api.Comparison{}, err
+		return nil, err
 	}
-	b, err := r.side(ctx, c, req.B)
-	if err != nil {
-		return api.Comparison{}, err
-	}
-	diff := identity.Compare(a, b)
-	return api.Comparison{
-		Same:  a.SameContent(b),
-		A:     a.Summary(),
-		B:     b.Summary(),
-		OnlyA: shards(diff.OnlyA),
-		OnlyB: shards(diff.OnlyB),
-	}, nil
-}
-
-func shards(in []identity.Shard) []api.Shard {
-	var out []api.Shard
-	for _, s := range in {
-		out = append(out, api.Shard{Filename: s.Filename, Size: s.Size, Digest: s.Digest})
-	}
-	return out
-}
-
-func (r *Registry) side(ctx context.Context, c access.Caller, s api.Side) (identity.Manifest, error) {
-	given := 0
-	for _, is := range []bool{!s.Aggregate.IsZero(), s.Manifest != nil, s.Reference != ""} {
-		if is {
-			given++
-		}
-	}
-	switch {
-	case given != 1:
-		return identity.Manifest{}, api.Errorf(
-			api.CodeParameterInvalid,
-			"each side is one of an aggregate, a manifest and a reference",
-		)
-	case s.Manifest != nil:
-		return *s.Manifest, nil
-	case s.Reference != "":
-		return r.referred(ctx, c, s.Reference)
-	}
-	return r.BaseManifest(ctx, c, s.Aggregate, "", identity.Digest{})
-}
-
-// referred returns the shard manifest of repository:tag or repository@digest.
-func (r *Registry) referred(ctx context.Context, c access.Caller, reference string) (identity.Manifest, error) {
-	repo, ref, err := api.ParseReference(reference)
-	if err != nil {
-		return identity.Manifest{}, err
-	}
-	if err := c.Check(access.Pull, repo); err != nil {
-		return identity.Manifest{}, err
-	}
-	rec, err := r.ix.Get(ctx, repo, ref.String())
-	if err != nil {
-		return identity.Manifest{}, unknownManifest(err, repo, ref)
-	}
-	if rec.Kind != api.KindBase || rec.Aggregate.IsZero() {
-		return identity.Manifest{}, api.Errorf(api.CodeAggregateUnknown, "%s is no base model of known content", reference)
-	}
-	return r.ix.Shards(ctx, rec.Aggregate, repo, rec.Digest)
+	return r.unavailableShards(ctx, base, bad)
 }
 
 func (r *Registry) getBases(w *response, q *request) error {
@@ -426,23 +293,138 @@ func (r *Registry) getArtifacts(w *response, q *request) error {
 	if err != nil {
 		return err
 	}
-	aq := ArtifactQuery{Kind: api.Kind(q.URL.Query().Get("kind")), After: q.URL.Query().Get("after")}
-	if aq.Repo, err = q.repoParam(); err != nil {
+	return r.writeArtifacts(w, q, answers.Filter{Aggregate: a})
+}
+
+// getUnbound lists the artifacts of which nothing says from which base they were made.
+func (r *Registry) getUnbound(w *response, q *request) error {
+	if q.URL.Query().Get("unbound") != "true" {
+		return api.Errorf(api.CodeParameterInvalid, "only unbound=true is listed here: what was made from a base is at %s",
+			"/v1/bases/{aggregate}/artifacts")
+	}
+	return r.writeArtifacts(w, q, answers.Filter{})
+}
+
+// writeArtifacts answers with a page of what the query selects of f.
+func (r *Registry) writeArtifacts(w *response, q *request, f answers.Filter) (err error) {
+	query := q.URL.Query()
+	f.Kind, f.Name, f.After = api.Kind(query.Get("kind")), query.Get("name"), query.Get("after")
+	f.Evidence = api.Evidence(query.Get("binding"))
+	if f.Repo, err = q.repoParam(); err != nil {
 		return err
 	}
-	if aq.Kind != "" && !aq.Kind.Known() {
-		return api.Errorf(api.CodeParameterInvalid, "kind=%.80q is no kind", aq.Kind)
+	switch {
+	case f.Kind != "" && !f.Kind.Known():
+		return api.Errorf(api.CodeParameterInvalid, "kind=%.80q is no kind", f.Kind)
+	case f.Evidence != "" && !f.Evidence.Known():
+		return api.Errorf(api.CodeParameterInvalid, "binding=%.80q is no evidence", f.Evidence)
+	case f.Evidence != "" && f.Aggregate.IsZero():
+		return api.Errorf(api.CodeParameterInvalid, "what is unbound has no binding to choose by")
+	}
+	if f.Since, err = q.since(); err != nil {
+		return err
 	}
 	n, err := q.number("limit", defaultPage, maxPage)
 	if err != nil {
 		return err
 	}
-	aq.N = max(n, 1)
-	list, err := r.Artifacts(q.Context(), q.caller, a, aq)
+	b, err := r.Artifacts(q.Context(), q.caller, f, max(n, 1))
 	if err != nil {
 		return err
 	}
-	return w.json(q, http.StatusOK, list)
+	return w.bytes(q, http.StatusOK, "application/json", append(b, '\n'))
+}
+
+// since returns the time of the query from which on artifacts are listed: a moment, or a day in UTC.
+func (q *request) since() (t time.Time, err error) {
+	s := q.URL.Query().Get("since")
+	if s == "" {
+		return t, nil
+	}
+	if t, err = time.Parse(time.RFC3339, s); err != nil {
+		t, err = time.Parse(time.DateOnly, s)
+	}
+	if err != nil || t.Year() < 1970 || t.Year() > 2200 {
+		return t, api.Errorf(api.CodeParameterInvalid, "since=%.80q: want a time such as 2026-01-31T12:00:00Z or a day", s)
+	}
+	return t, nil
+}
+
+func (r *Registry) getLineage(w *response, q *request) error {
+	d, err := api.ParseDigest(q.param("digest"))
+	if err != nil {
+		return err
+	}
+	repo, err := q.repoParam()
+	if err != nil {
+		return err
+	}
+	n, err := q.number("limit", defaultPage, maxPage)
+	if err != nil {
+		return err
+	}
+	l, err := r.desk.Lineage(q.Context(), q.caller, d, repo, q.URL.Query().Get("after"), max(n, 1))
+	if err != nil {
+		return err
+	}
+	return w.json(q, http.StatusOK, l)
+}
+
+// getEvals sends rows as they are read: what fails later breaks the answer off.
+func (r *Registry) getEvals(w *response, q *request) error {
+	a, err := q.aggregate()
+	if err != nil {
+		return err
+	}
+	w.Header().Set("Content-Type", "application/jsonl")
+	w.Header().Set("X-Content-Type-Options", "nosniff")
+	if q.Method == http.MethodHead {
+		w.WriteHeader(http.StatusOK)
+		return nil
+	}
+	enc := json.NewEncoder(w)
+	var gone error
+	err = r.desk.Evals(q.Context(), q.caller, a, func(row api.EvalRow) error {
+		gone = enc.Encode(row)
+		return gone
+	})
+	switch {
+	case err == nil && w.status == 0: // not a single row
+		w.WriteHeader(http.StatusOK)
+	case err != nil && gone == nil && w.status != 0:
+		panic(fmt.Errorf("%w: %w", http.ErrAbortHandler, err)) // a broken answer tells the reader that rows are missing
+	}
+	return err
+}
+
+func (r *Registry) postCompatibility(w *response, q *request) error {
+	b, err := q.document(maxQuestionBytes)
+	if err != nil {
+		return err
+	}
+	var req api.CompatibilityRequest
+	if err := only(b, &req); err != nil {
+		return err
+	}
+	answer, err := r.desk.Compatibility(q.Context(), q.caller, req)
+	if err != nil {
+		return err
+	}
+	return w.json(q, http.StatusOK, answer)
+}
+
+// only reads a JSON document that has no other members than v.
+func only(b []byte, v any) error {
+	dec := json.NewDecoder(bytes.NewReader(b))
+	dec.DisallowUnknownFields()
+	err := dec.Decode(v)
+	if err == nil && dec.More() {
+		err = errors.New("something follows the document")
+	}
+	if err != nil {
+		return api.Errorf(api.CodeParameterInvalid, "body: %v", err)
+	}
+	return nil
 }
 
 func (r *Registry) postCompare(w *response, q *request) error {
@@ -454,7 +436,7 @@ func (r *Registry) postCompare(w *response, q *request) error {
 	if err := json.Unmarshal(b, &req); err != nil {
 		return api.Errorf(api.CodeParameterInvalid, "body: %v", err)
 	}
-	c, err := r.Compare(q.Context(), q.caller, req)
+	c, err := r.desk.Compare(q.Context(), q.caller, req)
 	if err != nil {
 		return err
 	}

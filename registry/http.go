@@ -74,7 +74,11 @@ var routes = []route{
 	{"GET HEAD", "/v1/bases/{aggregate}", access.Pull, (*Registry).getBase},
 	{"GET HEAD", "/v1/bases/{aggregate}/manifest", access.Pull, (*Registry).getBaseManifest},
 	{"GET HEAD", "/v1/bases/{aggregate}/artifacts", access.Pull, (*Registry).getArtifacts},
+	{"GET HEAD", "/v1/bases/{aggregate}/evals.jsonl", access.Pull, (*Registry).getEvals},
+	{"GET HEAD", "/v1/artifacts", access.Pull, (*Registry).getUnbound},
+	{"GET HEAD", "/v1/artifacts/{digest}/lineage", access.Pull, (*Registry).getLineage},
 	{"POST", "/v1/compare", access.Pull, (*Registry).postCompare},
+	{"POST", "/v1/compatibility", access.Pull, (*Registry).postCompatibility},
 }
 
 func newRouter(r *Registry) http.Handler {
@@ -220,8 +224,8 @@ var ErrPanic = errors.New("panic")
 
 // panicked makes an error of what was recovered, with the place that it came from.
 func panicked(p any) error {
-	if p == http.ErrAbortHandler {
-		return http.ErrAbortHandler
+	if err, ok := p.(error); ok && errors.Is(err, http.ErrAbortHandler) {
+		return err
 	}
 	return fmt.Errorf("%w: %v\n%s", ErrPanic, p, debug.Stack())
 }

@@ -124,7 +124,7 @@ func TestWhatDocumentsSayOutlivesThem(t *testing.T) {
 		t.Error("what was found is gone")
 	}
 	rec, err := s.ix.Get(t.Context(), "lab/a", adapter.String())
-	if err != nil || rec.Name != "sql" || len(rec.Facts) == 0 || len(rec.Links) != 1 {
+	if err != nil || rec.Name != "sql" || len(rec.Facts) == 0 || len(rec.Links) != 2 {
 		t.Errorf("%+v, %v", rec, err)
 	}
 }

@@ -346,18 +346,28 @@ func (r *Registry) baseOf(ctx context.Context, repo string, d identity.Digest) (
 // find says what a manifest is, from the manifest and the blobs it names. With inherit, which adds what its repository
 // holds, that is all that is found of it.
 func (r *Registry) find(ctx context.Context, m classify.Manifest) (classify.Finding, error) {
-	size := m.TextSize()
-	if size > largeText {
-		r.large <- struct{}{}
-		defer func() { <-r.large }()
-	}
-	if size > classify.Heavy {
-		r.heavy.Lock()
-		defer r.heavy.Unlock()
-	}
+	defer r.admitText(m.TextSize())()
 	a, err := classify.Classify(ctx, held{r.store}, m)
 	a.Claim = identity.Aggregate{} // what it comes to is in the rest
 	return classify.Finding{Artifact: a, Rules: classify.Rules}, err
+}
+
+// admitText waits until a text of that many bytes may be held in memory, and parsed. release says that it is no more.
+func (r *Registry) admitText(size int64) (release func()) {
+	if size > largeText {
+		r.large <- struct{}{}
+	}
+	if size > classify.Heavy {
+		r.heavy.Lock()
+	}
+	return func() {
+		if size > classify.Heavy {
+			r.heavy.Unlock()
+		}
+		if size > largeText {
+			<-r.large
+		}
+	}
 }
 
 // recordOf makes the record of a manifest of what was found of it.

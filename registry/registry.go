@@ -23,6 +23,7 @@ import (
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/index"
 	"github.com/kiln-registry/kiln-registry/registry/access"
+	"github.com/kiln-registry/kiln-registry/registry/answers"
 	"github.com/kiln-registry/kiln-registry/registry/prune"
 	"github.com/kiln-registry/kiln-registry/registry/upkeep"
 )
@@ -103,6 +104,7 @@ type Registry struct {
 	collector  *upkeep.Collector
 	scrubber   *upkeep.Scrubber
 	pruner     *prune.Pruner
+	desk       *answers.Desk
 	aside      aside
 }
 
@@ -141,6 +143,7 @@ func New(c Config) (*Registry, error) {
 	r.scrubber = upkeep.NewScrubber(c.Store, c.Index, c.Log, r.now, r.aside.changed)
 	r.scrubber.ReadOnly, r.scrubber.Refs = c.ReadOnly, c.Refs
 	r.pruner = newPruner(r)
+	r.desk = &answers.Desk{Index: c.Index, Blobs: held{c.Store}, Admit: r.admitText}
 	r.router = newRouter(r)
 	if was := c.Index.Renewed(); was != 0 {
 		c.Log.Info("the index was of an earlier format: it is made anew from the store", "format", was)

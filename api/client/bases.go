@@ -7,8 +7,10 @@ import (
 	"fmt"
 	"io"
 	"net/http"
+	"net/url"
 	"strconv"
 	"strings"
+	"time"
 
 	"github.com/kiln-registry/kiln-registry/api"
 	"github.com/kiln-registry/kiln-registry/identity"
@@ -76,18 +78,100 @@ func (c *Client) Artifacts(ctx context.Context, a identity.Aggregate, kind api.K
 	return list, err
 }
 
-// Compare asks the registry whether two bases are the same multiset of shard bytes.
-func (c *Client) Compare(ctx context.Context, a, b api.Side) (answer api.Comparison, err error) {
-	body, err := json.Marshal(api.CompareRequest{A: a, B: b})
-	if err != nil {
-		return answer, err
+// Filter selects artifacts of a listing. The zero Filter selects all of them.
+type Filter struct {
+	Kind    api.Kind
+	Name    string       // what they call themselves
+	Since   time.Time    // when the registry accepted them at the earliest
+	Binding api.Evidence // only what is bound by that; not for what is unbound
+	Repo    string
+}
+
+func (f Filter) query(after string, limit int) url.Values {
+	q := paging("after", after, "limit", limit)
+	for name, value := range map[string]string{
+		"kind": string(f.Kind), "name": f.Name, "binding": string(f.Binding), "repo": f.Repo,
+	} {
+		if value != "" {
+			q.Set(name, value)
+		}
+	}
+	if !f.Since.IsZero() {
+		q.Set("since", f.Since.UTC().Format(time.RFC3339Nano))
+	}
+	return q
+}
+
+// Made lists at most limit artifacts made from a base, whether that is held there or not, and the base itself: kind by
+// kind, repository by repository, newest first in each. after is empty or the Next of the page before. A page may be
+// short, or empty, and still have a Next.
+func (c *Client) Made(ctx context.Context, a identity.Aggregate, f Filter, after string, limit int) (
+	list api.ArtifactList, err error,
+) {
+	err = c.json(ctx, call{method: http.MethodGet, path: api.PathArtifacts(a), query: f.query(after, limit)}, &list)
+	return list, err
+}
+
+// Unbound is Made for the artifacts of which nothing says from which base they were made.
+func (c *Client) Unbound(ctx context.Context, f Filter, after string, limit int) (list api.ArtifactList, err error) {
+	q := f.query(after, limit)
+	q.Set("unbound", "true")
+	err = c.json(ctx, call{method: http.MethodGet, path: api.PathUnbound, query: q}, &list)
+	return list, err
+}
+
+// Lineage says what the artifact of a manifest was made from, and lists at most limit things that name it. An empty repo
+// is any that the caller may pull from; after is empty or the Next of the page before, and only the first page has the
+// parents. One that there is none of is api.ErrManifestUnknown.
+func (c *Client) Lineage(ctx context.Context, d identity.Digest, repo, after string, limit int) (
+	l api.Lineage, err error,
+) {
+	q := paging("after", after, "limit", limit)
+	if repo != "" {
+		q.Set("repo", repo)
 	}
 	err = c.json(ctx, call{
-		method: http.MethodPost, path: api.PathCompare, missing: api.ErrAggregateUnknown,
+		method: http.MethodGet, path: api.PathLineage(d), query: q, missing: api.ErrManifestUnknown,
+	}, &l)
+	if err == nil && l.Artifact.Digest != d {
+		err = fmt.Errorf("%s: asked for %s, was told of %s: %w", c.Host(), d, l.Artifact.Digest, ErrMismatch)
+	}
+	return l, err
+}
+
+// Evals opens the rows of the evals of a base, one JSON object a line: api.EvalRow. The caller closes them. Reading ends
+// with an error where the registry broke off.
+func (c *Client) Evals(ctx context.Context, a identity.Aggregate) (io.ReadCloser, error) {
+	resp, err := c.do(ctx, call{method: http.MethodGet, path: api.PathEvals(a)}, http.StatusOK)
+	if err != nil {
+		return nil, err
+	}
+	return resp.Body, nil
+}
+
+// Compatibility asks the registry one of the four questions.
+func (c *Client) Compatibility(ctx context.Context, req api.CompatibilityRequest) (answer api.Compatibility, err error) {
+	err = c.ask(ctx, api.PathCompatibility, api.ErrManifestUnknown, req, &answer)
+	return answer, err
+}
+
+// ask posts a question.
+func (c *Client) ask(ctx context.Context, path string, missing error, question, answer any) error {
+	body, err := json.Marshal(question)
+	if err != nil {
+		return err
+	}
+	return c.json(ctx, call{
+		method: http.MethodPost, path: path, missing: missing,
 		header: map[string]string{"Content-Type": "application/json"},
 		body:   bytes.NewReader(body), size: int64(len(body)),
 		rewind: func() (io.Reader, error) { return bytes.NewReader(body), nil },
-	}, &answer)
+	}, answer)
+}
+
+// Compare asks the registry whether two bases are the same multiset of shard bytes.
+func (c *Client) Compare(ctx context.Context, a, b api.Side) (answer api.Comparison, err error) {
+	err = c.ask(ctx, api.PathCompare, api.ErrAggregateUnknown, api.CompareRequest{A: a, B: b}, &answer)
 	return answer, err
 }
 

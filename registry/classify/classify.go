@@ -19,8 +19,8 @@ import (
 
 const indexName = safetensors.IndexName
 
-// Blobs is what classification reads of blobs. The bytes of a blob are at most the first nine, or, for a shard index and
-// a document, the whole of it.
+// Blobs is what classification reads of blobs. The bytes of a blob are at most the first nine, or, for a shard index
+// and a document, the whole of it.
 type Blobs interface {
 	Open(ctx context.Context, d identity.Digest, off, n int64) (io.ReadCloser, error)
 }

@@ -170,8 +170,8 @@ func (f files) one(kind api.Kind, exts ...string) (file, error) {
 	for _, d := range found {
 		names = append(names, d.name)
 	}
-	return file{}, api.Errorf(api.CodeManifestInvalid, "an artifact of kind %s is one document %s at the top, and this has "+
-		"%d: %.300q", kind, strings.Join(exts, " or "), len(found), names).With(
+	return file{}, api.Errorf(api.CodeManifestInvalid, "an artifact of kind %s is one document %s at the top, and this "+
+		"has %d: %.300q", kind, strings.Join(exts, " or "), len(found), names).With(
 		api.BadDocument{Reason: api.CodeDocumentInvalid, Rule: documents.RuleFileMissing})
 }
 
@@ -180,8 +180,8 @@ func (f files) needed(kind api.Kind, name string) (file, error) {
 	if d, ok := f.document(name); ok {
 		return d, nil
 	}
-	return file{}, api.Errorf(api.CodeManifestInvalid, "an artifact of kind %s has a file %s at the top, and this has none",
-		kind, name).With(api.BadDocument{Reason: api.CodeDocumentInvalid, File: name, Rule: documents.RuleFileMissing})
+	return file{}, api.Errorf(api.CodeManifestInvalid, "an artifact of kind %s has a file %s at the top, and this has "+
+		"none", kind, name).With(api.BadDocument{Reason: api.CodeDocumentInvalid, File: name, Rule: documents.RuleFileMissing})
 }
 
 // guess returns the kind of an artifact that does not say it, if its documents do.
@@ -221,6 +221,7 @@ type made struct {
 	files  files
 	layers []Descriptor
 	claims []claim
+	docs   Documents
 	kiln   bool // it has a Kiln record, which should hold the full manifest of its base
 }
 
@@ -231,6 +232,52 @@ var readers = map[api.Kind]func(*made) error{
 	api.KindReceipt:    (*made).receipt,
 	api.KindEval:       (*made).eval,
 	api.KindStatement:  (*made).statement,
+}
+
+// Documents are those of an artifact. Each is nil if the artifact has none.
+type Documents struct {
+	Adapter    *documents.AdapterManifest
+	Receipt    *documents.Receipt
+	Checkpoint *documents.Checkpoint
+	Eval       *documents.Eval
+	Outcomes   *documents.Outcomes
+}
+
+// Shards returns the full manifest of the base that the documents hold, the zero one if they hold none.
+func (d Documents) Shards() identity.Manifest {
+	var all []documents.Binding
+	if d.Adapter != nil {
+		all = append(all, d.Adapter.Base())
+	}
+	if d.Receipt != nil {
+		all = append(all, d.Receipt.Base())
+	}
+	if d.Checkpoint != nil {
+		all = append(all, d.Checkpoint.Base())
+	}
+	if d.Eval != nil {
+		all = append(all, d.Eval.Base())
+	}
+	if d.Outcomes != nil {
+		all = append(all, d.Outcomes.Bases()...)
+	}
+	best, _ := documents.Join(all...) // they agree, as the artifact was taken
+	return best.Manifest
+}
+
+// Read reads the documents of an artifact again. The errors are those of Classify.
+func Read(ctx context.Context, blobs Blobs, m Manifest) (Documents, error) {
+	all, err := filesOf(m)
+	if err != nil || m.IsIndex() {
+		return Documents{}, err
+	}
+	kind, err := kindOf(m, all)
+	if err != nil || readers[kind] == nil {
+		return Documents{}, err
+	}
+	made := &made{Artifact: &Artifact{Kind: kind}, ctx: ctx, blobs: blobs, files: all, layers: m.Layers}
+	err = readers[kind](made)
+	return made.docs, err
 }
 
 // readDocuments reads what the documents of an artifact say, and compares it with the files and with each other.

@@ -111,8 +111,9 @@ func TestDocuments(t *testing.T) {
 		"legacy adapter": {layers: adapterOf(t, nil), kind: "adapter", evidence: "none", legacy: true, name: "sql"},
 		"legacy adapter, annotated": {layers: adapterOf(t, nil), notes: claim, kind: "adapter", evidence: "asserted",
 			legacy: true, source: "annotation dev.kiln.base-model-content.v1", name: "sql"},
-		"PEFT":            {layers: peftOf(t), kind: "adapter", evidence: "none"},
-		"PEFT, annotated": {layers: peftOf(t), notes: claim, kind: "adapter", evidence: "asserted", source: "annotation dev.kiln.base-model-content.v1"},
+		"PEFT": {layers: peftOf(t), kind: "adapter", evidence: "none"},
+		"PEFT, annotated": {layers: peftOf(t), notes: claim, kind: "adapter", evidence: "asserted",
+			source: "annotation dev.kiln.base-model-content.v1"},
 		"checkpoint": {layers: checkpointOf(t, base, false), kind: "checkpoint", evidence: "document",
 			source: "checkpoint_manifest.json $.auxiliary_state.base_weight_shard_manifest", name: "demo"},
 		"bare checkpoint": {layers: checkpointOf(t, base, true), kind: "checkpoint", evidence: "aggregate-only",
@@ -364,7 +365,7 @@ func TestFactsAreBounded(t *testing.T) {
 }
 
 func TestLinks(t *testing.T) {
-	w, c := identity.Sum([]byte("w")), identity.Sum([]byte("c"))
+	w, c, a0 := identity.Sum([]byte("w")), identity.Sum([]byte("c")), identity.Sum([]byte("r"))
 	a, b := baseOf(t, 1).Aggregate, baseOf(t, 2).Aggregate
 	for name, x := range map[string]struct {
 		kind api.Kind
@@ -376,8 +377,11 @@ func TestLinks(t *testing.T) {
 		"adapter with receipt": {"adapter", api.Facts{Adapter: &api.AdapterFacts{Receipt: c, Parent: "first"},
 			Receipt: &api.ReceiptFacts{Start: w, Output: c}},
 			[]Link{{Relation: "receipt", Digest: c}, {Relation: "parent_adapter", Digest: w}}},
-		"receipt": {"receipt", api.Facts{Receipt: &api.ReceiptFacts{Start: w, Output: c}},
-			[]Link{{Relation: "parent_adapter", Digest: w}, {Relation: "output", Digest: c}}},
+		"adapter of known weights": {"adapter", api.Facts{Adapter: &api.AdapterFacts{Weights: w}},
+			[]Link{{Relation: "content", Digest: w}}},
+		"receipt": {"receipt", api.Facts{Receipt: &api.ReceiptFacts{Digest: a0, Start: w, Output: c}},
+			[]Link{{Relation: "parent_adapter", Digest: w}, {Relation: "content", Digest: a0},
+				{Relation: "output", Digest: c}}},
 		"checkpoint": {"checkpoint", api.Facts{Name: "demo", Checkpoint: &api.CheckpointFacts{Weights: w}},
 			[]Link{{Relation: "adapter", Digest: w}, {Relation: "adapter", Name: "demo"}}},
 		"eval": {"eval", api.Facts{Eval: &api.EvalFacts{Adapters: []string{"", "x", "y"}, Runs: []api.EvalRun{

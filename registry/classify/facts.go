@@ -29,7 +29,8 @@ type Link struct {
 }
 
 // Links returns what an artifact of a kind names, as its facts have it: by content where they give it, else by name. A
-// checkpoint gives both, as the content of its weights is seldom that of an adapter.
+// checkpoint gives both, as the content of its weights is seldom that of an adapter. An adapter and a receipt also name
+// their own bytes, by which others name them.
 func Links(kind api.Kind, f api.Facts) (links []Link) {
 	add := func(l Link) {
 		if len(links) < maxLinks && (!l.Digest.IsZero() || !l.Aggregate.IsZero() || l.Name != "") {
@@ -37,6 +38,7 @@ func Links(kind api.Kind, f api.Facts) (links []Link) {
 		}
 	}
 	if a := f.Adapter; a != nil {
+		add(Link{Relation: api.RelationContent, Digest: a.Weights})
 		add(Link{Relation: api.RelationReceipt, Digest: a.Receipt})
 		if f.Receipt == nil || f.Receipt.Start.IsZero() {
 			add(Link{Relation: api.RelationParent, Name: label(parentName(a.Parent))})
@@ -45,6 +47,7 @@ func Links(kind api.Kind, f api.Facts) (links []Link) {
 	if r := f.Receipt; r != nil {
 		add(Link{Relation: api.RelationParent, Digest: r.Start})
 		if kind == api.KindReceipt {
+			add(Link{Relation: api.RelationContent, Digest: r.Digest})
 			add(Link{Relation: api.RelationOutput, Digest: r.Output})
 		}
 	}

@@ -88,8 +88,8 @@ func ParseFinding(m Manifest, kept string) (f Finding, err error) {
 }
 
 // From notes the base of the subject that a manifest refers to, zero if it is none: it is one more claim about the base
-// from which the artifact was made. What is a base itself, or a statement about its subject, has none by it. A subject of
-// another base than is claimed otherwise refuses the manifest.
+// from which the artifact was made. What is a base itself, or a statement about its subject, has none by it. A subject
+// of another base than is claimed otherwise refuses the manifest.
 func (f *Finding) From(subject identity.Digest, base identity.Aggregate) error {
 	if f.Kind == api.KindBase || f.Kind == api.KindStatement || base.IsZero() {
 		return nil

@@ -27,6 +27,7 @@ func (m *made) eval() error {
 	if err != nil {
 		return err
 	}
+	m.docs.Eval = &e
 	m.Facts.Name, m.Facts.Created = label(e.ID), words(e.Finished)
 	if m.Facts.Created == "" {
 		m.Facts.Created = words(e.Submitted)
@@ -38,12 +39,18 @@ func (m *made) eval() error {
 	for _, name := range e.Adapters[:min(len(e.Adapters), maxRuns)] {
 		facts.Adapters = append(facts.Adapters, label(name))
 	}
-	scores := e.Scores()
-	facts.Omitted = len(scores) - min(len(scores), maxRuns)
-	for _, s := range scores[:len(scores)-facts.Omitted] {
-		facts.Runs = append(facts.Runs, run(s))
-	}
+	runs := Runs(e)
+	facts.Omitted = len(runs) - min(len(runs), maxRuns)
+	facts.Runs = runs[:len(runs)-facts.Omitted]
 	return nil
+}
+
+// Runs returns a line for each run of an eval.
+func Runs(e documents.Eval) (all []api.EvalRun) {
+	for _, s := range e.Scores() {
+		all = append(all, run(s))
+	}
+	return all
 }
 
 // run is a line of a table of evals.
@@ -86,7 +93,7 @@ func (m *made) rows(f file) error {
 		return refused(f.name, err)
 	}
 	m.Facts.Name, m.Facts.Eval = label(strings.TrimSuffix(f.name, rowsExt)), &api.EvalFacts{Rows: count(o.Rows)}
-	m.Facts.Legacy = o.Unbound > 0
+	m.docs.Outcomes, m.Facts.Legacy = &o, o.Unbound > 0
 	for _, b := range o.Bases() {
 		m.claims = append(m.claims, said(f.name, b))
 	}

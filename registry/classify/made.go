@@ -67,6 +67,7 @@ func (m *made) adapterManifest(facts *api.AdapterFacts) (*documents.AdapterManif
 	if err != nil {
 		return nil, err
 	}
+	m.docs.Adapter = &d
 	m.kiln, m.Facts.Name = true, label(d.Name)
 	m.claims = append(m.claims, said(f.name, d.Base()))
 	m.identify(d.Identities(), d.TrainingData, d.Precision)
@@ -118,8 +119,9 @@ func (m *made) readReceipt(f file) (*documents.Receipt, error) {
 	}
 	m.claims = append(m.claims, said(f.name, r.Base()))
 	m.identify(r.Identities(), r.TrainingData, r.Precision)
+	m.docs.Receipt = &r
 	m.Facts.Receipt = &api.ReceiptFacts{
-		Status: r.Status, Mode: words(r.Mode), Output: r.Output.Weights, Start: r.Parent.Weights,
+		Digest: f.Digest, Status: r.Status, Mode: words(r.Mode), Output: r.Output.Weights, Start: r.Parent.Weights,
 	}
 	return &r, nil
 }
@@ -159,6 +161,7 @@ func (m *made) checkpoint() error {
 	if err := c.CheckFiles(entries); err != nil {
 		return refused(f.name, err)
 	}
+	m.docs.Checkpoint = &c
 	m.kiln, m.Facts.Name, m.Facts.Created = true, label(c.Adapter), words(c.Created)
 	m.claims = append(m.claims, said(f.name, c.Base()))
 	m.identify(c.Identities(), c.Data.Content, c.Precision)

@@ -1,0 +1,284 @@
+package answers
+
+import (
+	"context"
+	"errors"
+	"strings"
+
+	"github.com/kiln-registry/kiln-registry/api"
+	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/identity/documents"
+	"github.com/kiln-registry/kiln-registry/identity/resume"
+	"github.com/kiln-registry/kiln-registry/index"
+	"github.com/kiln-registry/kiln-registry/registry/access"
+	"github.com/kiln-registry/kiln-registry/registry/classify"
+)
+
+// Compatibility answers one of the four questions. ErrParameterInvalid, ErrManifestUnknown.
+func (d *Desk) Compatibility(ctx context.Context, c access.Caller, req api.CompatibilityRequest) (
+	out api.Compatibility, err error,
+) {
+	if err := c.CheckAnywhere(access.Pull); err != nil {
+		return out, err
+	}
+	v := d.view(ctx, c)
+	switch req.Question {
+	case api.QuestionSameBase:
+		out, err = v.sameBase(req)
+	case api.QuestionAdapter, api.QuestionEval:
+		out, err = v.madeFrom(req)
+	case api.QuestionResume:
+		out, err = v.resumes(req)
+	default:
+		err = api.Errorf(api.CodeParameterInvalid, "question %.80q: want %s, %s, %s or %s", req.Question,
+			api.QuestionSameBase, api.QuestionAdapter, api.QuestionEval, api.QuestionResume)
+	}
+	out.Question, out.NotProven = req.Question, api.NotProven
+	return out, err
+}
+
+// known returns what is known of a base that somebody names. One that is not held here is known by its aggregate.
+func (v *view) known(s *api.Side) (resume.Base, error) {
+	if s == nil {
+		return resume.Base{}, nil
+	}
+	m, err := v.side(v.ctx, v.c, *s)
+	if !s.Aggregate.IsZero() && (errors.Is(err, api.ErrAggregateUnknown) || errors.Is(err, index.ErrNotFound)) {
+		return resume.Base{Summary: identity.Summary{Aggregate: s.Aggregate}}, nil
+	}
+	return resume.Base{Manifest: m}, err
+}
+
+func aggregateOf(b resume.Base) identity.Aggregate {
+	if !b.Manifest.Aggregate.IsZero() {
+		return b.Manifest.Aggregate
+	}
+	return b.Summary.Aggregate
+}
+
+func (v *view) sameBase(req api.CompatibilityRequest) (out api.Compatibility, err error) {
+	if req.Base == nil || req.Other == nil {
+		return out, api.Errorf(api.CodeParameterInvalid, "%s needs a base and an other", req.Question)
+	}
+	a, err := v.known(req.Base)
+	if err != nil {
+		return out, err
+	}
+	b, err := v.known(req.Other)
+	if err != nil {
+		return out, err
+	}
+	out = answered(resume.SameWeights(a, b))
+	out.Derived, err = v.between(aggregateOf(a), aggregateOf(b))
+	return out, err
+}
+
+// answered is an answer on the wire.
+func answered(a resume.Answer) api.Compatibility {
+	out := api.Compatibility{Verdict: verdict(a.Verdict), Reasons: []string{a.Reason}, Evidence: api.Evidence(a.Evidence)}
+	for _, o := range a.Others {
+		c := api.Compared{Name: o.Name, Verdict: verdict(o.Verdict), Reason: o.Reason}
+		if o.Verdict == resume.CannotTell {
+			out.NotRecorded = append(out.NotRecorded, c)
+		} else {
+			out.Compared = append(out.Compared, c)
+		}
+	}
+	return out
+}
+
+func verdict(v resume.Verdict) string {
+	switch v {
+	case resume.Yes:
+		return api.VerdictYes
+	case resume.No:
+		return api.VerdictNo
+	}
+	return api.VerdictCannotTell
+}
+
+// subject is the artifact that a question is about.
+type subject struct {
+	rec     index.Record
+	docs    classify.Documents
+	binding documents.Binding
+	shown   *api.Artifact
+	release func()
+}
+
+// subject finds the artifact of a question, and reads its documents. release is to be called also after an error.
+func (v *view) subject(req api.CompatibilityRequest, kind api.Kind) (s subject, err error) {
+	s.release = func() {}
+	if digest, perr := identity.ParseDigest(req.Artifact); perr == nil {
+		s.rec, err = v.manifest(digest, "")
+	} else {
+		s.rec, err = v.record(v.ctx, v.c, req.Artifact)
+	}
+	if err != nil {
+		return s, err
+	}
+	if s.rec.Kind != kind {
+		return s, api.Errorf(api.CodeParameterInvalid, "%s is of kind %q; %s is about artifacts of kind %s", req.Artifact,
+			s.rec.Kind, req.Question, kind)
+	}
+	if s.shown, err = v.short(s.rec); err != nil {
+		return s, err
+	}
+	s.docs, s.release, err = v.read(s.rec)
+	if err != nil {
+		return s, err
+	}
+	s.binding, err = s.bound()
+	return s, err
+}
+
+// bound is what binds the artifact to its base, with the full manifest where a document has it.
+func (s subject) bound() (documents.Binding, error) {
+	b := s.shown.Binding
+	out := documents.Binding{Evidence: documents.Evidence(b.Evidence), Aggregate: b.Aggregate, Manifest: s.docs.Shards()}
+	if out.Manifest.Aggregate != out.Aggregate {
+		out.Manifest = identity.Manifest{}
+	}
+	f, err := facts(s.rec)
+	where := f.Source
+	if b.Source != "" {
+		where = b.Source
+	}
+	kind, path, _ := strings.Cut(where, " ")
+	out.Kind, out.Path = documents.Kind(kind), path
+	return out, err
+}
+
+// madeFrom answers whether an adapter was trained from the bytes of a base, or an eval used them.
+func (v *view) madeFrom(req api.CompatibilityRequest) (out api.Compatibility, err error) {
+	kind := api.KindAdapter
+	if req.Question == api.QuestionEval {
+		kind = api.KindEval
+	}
+	s, err := v.subject(req, kind)
+	defer s.release()
+	if err != nil {
+		return out, err
+	}
+	here := resume.Here{Request: req.Work, Lineage: req.Lineage}
+	if here.Base, err = v.known(req.Base); err != nil {
+		return out, err
+	}
+	if here.Identities, err = identities(req.Identities); err != nil {
+		return out, err
+	}
+	if kind == api.KindEval {
+		made, err := s.eval(req.Run)
+		if err != nil {
+			return out, err
+		}
+		out = answered(resume.EvalUsed(made, here))
+	} else {
+		made := resume.Made{}
+		switch {
+		case s.docs.Adapter != nil:
+			made = resume.MadeAdapter(*s.docs.Adapter, s.docs.Receipt)
+		case s.docs.Receipt != nil:
+			made = resume.MadeAdapter(documents.AdapterManifest{}, s.docs.Receipt)
+		}
+		made.Binding = s.binding
+		out = answered(resume.AdapterTrained(made, here))
+	}
+	out.Artifact = s.shown
+	if out.Verdict == api.VerdictNo {
+		out.Derived, err = v.between(s.binding.Aggregate, aggregateOf(here.Base))
+	}
+	return out, err
+}
+
+// eval is what an eval records, of one of its runs or as a whole.
+func (s subject) eval(run *int) (made resume.Made, err error) {
+	runs := 0
+	if s.docs.Eval != nil {
+		runs = len(s.docs.Eval.Runs)
+	}
+	switch {
+	case run != nil && (*run < 0 || *run >= runs):
+		return made, api.Errorf(api.CodeParameterInvalid, "run %d: the eval has %d, from 0", *run, runs)
+	case run != nil:
+		made = resume.MadeEval(*s.docs.Eval, &s.docs.Eval.Runs[*run])
+	case s.docs.Eval != nil:
+		made = resume.MadeEval(*s.docs.Eval, nil)
+	}
+	made.Binding = s.binding
+	return made, nil
+}
+
+// identities reads the other identities that a request gives.
+func identities(given map[string]identity.Digest) (i documents.Identities, err error) {
+	for name, d := range given {
+		switch name {
+		case api.IdentityModelConfig:
+			i.ModelConfig = d
+		case api.IdentityTokenizer:
+			i.TokenizerVocab = d
+		case api.IdentityTokenizerConfig:
+			i.TokenizerConfig = d
+		case api.IdentityChatTemplate:
+			i.ChatTemplate = d
+		case api.IdentityTrainingTemplate:
+			i.TrainingTemplate = d
+		case api.IdentityProvenance:
+			i.Provenance = d
+		default:
+			return i, api.Errorf(api.CodeParameterInvalid, "identities: %.80q is none that is compared", name)
+		}
+	}
+	return i, nil
+}
+
+// resumes answers whether a run can go on exactly from a checkpoint.
+func (v *view) resumes(req api.CompatibilityRequest) (out api.Compatibility, err error) {
+	s, err := v.subject(req, api.KindCheckpoint)
+	defer s.release()
+	if err != nil {
+		return out, err
+	}
+	if s.docs.Checkpoint == nil {
+		return out, api.Errorf(api.CodeParameterInvalid, "%s has no checkpoint manifest", req.Artifact)
+	}
+	var q resume.Request
+	if len(req.Request) > 0 && string(req.Request) != "null" {
+		if q, err = resume.ParseRequest(req.Request); err != nil {
+			return out, api.Errorf(api.CodeParameterInvalid, "%v", err)
+		}
+	}
+	now := resume.Current{FilesChecked: true} // when the manifest was put
+	if now.Base, err = v.known(req.Base); err != nil {
+		return out, err
+	}
+	i, err := identities(req.Identities)
+	if err != nil {
+		return out, err
+	}
+	now.ProvenanceDigest = i.Provenance
+	out = reported(resume.Decide(*s.docs.Checkpoint, q, now))
+	out.Artifact, out.Evidence = s.shown, s.shown.Binding.Evidence
+	out.Derived, err = v.between(s.binding.Aggregate, aggregateOf(now.Base))
+	return out, err
+}
+
+// reported is a decision on the wire. The steps that decide are the reasons.
+func reported(r resume.Report) api.Compatibility {
+	out := api.Compatibility{
+		Verdict: verdict(r.Verdict), Failure: r.FirstFailure, Archival: r.Archival, Renamed: r.Renamed, Reasons: []string{},
+	}
+	for _, s := range r.Steps {
+		step := api.Compared{Number: s.Number, Name: s.Name, Verdict: verdict(s.Verdict), Reason: s.Reason}
+		out.Steps = append(out.Steps, step)
+		if s.Verdict == resume.CannotTell {
+			out.NotRecorded = append(out.NotRecorded, step)
+		} else {
+			out.Compared = append(out.Compared, step)
+		}
+		if s.Verdict == r.Verdict && r.Verdict != resume.Yes {
+			out.Reasons = append(out.Reasons, s.Reason)
+		}
+	}
+	return out
+}

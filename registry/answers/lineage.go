@@ -1,0 +1,276 @@
+package answers
+
+import (
+	"context"
+	"errors"
+	"slices"
+	"strconv"
+	"strings"
+
+	"github.com/kiln-registry/kiln-registry/api"
+	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/index"
+	"github.com/kiln-registry/kiln-registry/registry/access"
+	"github.com/kiln-registry/kiln-registry/registry/classify"
+)
+
+// maxNamed is how many artifacts of one name are shown where a link is by name.
+const maxNamed = 8
+
+// Lineage says what an artifact names and what names it: the latter in pages of up to n, after a cursor, which is empty
+// for the first; the former comes with the first page. An empty repo stands for any that the caller may pull from.
+// ErrManifestUnknown.
+func (d *Desk) Lineage(ctx context.Context, c access.Caller, of identity.Digest, repo, after string, n int) (
+	out api.Lineage, err error,
+) {
+	if err := c.CheckAnywhere(access.Pull); err != nil {
+		return out, err
+	}
+	v := d.view(ctx, c)
+	rec, err := v.manifest(of, repo)
+	if err != nil {
+		return out, err
+	}
+	about, err := v.artifact(rec)
+	if err != nil {
+		return out, err
+	}
+	bindings, err := v.bindings(rec)
+	if err != nil {
+		return out, err
+	}
+	out = api.Lineage{Artifact: *about, Parents: []api.Link{}, Children: []api.Link{}, NotProven: api.NotProven}
+	if len(bindings) > 1 {
+		out.Bindings = bindings
+	}
+	f, err := facts(rec)
+	if err != nil {
+		return out, err
+	}
+	if after == "" {
+		if out.Parents, err = v.parents(rec, f, bindings); err != nil {
+			return out, err
+		}
+	}
+	out.Children, out.Next, err = v.children(lookups(rec, f, bindings), rec, after, n)
+	return out, err
+}
+
+// parents returns what an artifact names.
+func (v *view) parents(rec index.Record, f api.Facts, bindings []api.Binding) (links []api.Link, err error) {
+	links = []api.Link{}
+	for _, l := range classify.Links(rec.Kind, f) {
+		var more []api.Link
+		switch {
+		case l.Relation == api.RelationContent:
+		case !l.Aggregate.IsZero():
+			link := api.Link{Relation: l.Relation, Aggregate: l.Aggregate}
+			link.Artifact, err = v.base(l.Aggregate)
+			more = []api.Link{link}
+		case l.Digest.IsZero():
+			more, err = v.named(rec, l, bindings)
+		case rec.Kind == api.KindStatement:
+			more, err = v.stated(l)
+		default:
+			more, err = v.contained(rec, l, bindings)
+		}
+		if err != nil {
+			return nil, err
+		}
+		links = append(links, more...)
+	}
+	if rec.Kind != api.KindBase || rec.Aggregate.IsZero() {
+		return links, nil
+	}
+	derived, err := v.derivations(rec.Aggregate, identity.Aggregate{})
+	for _, s := range derived {
+		link := api.Link{Relation: api.RelationDerived, Aggregate: s.From, Statement: s.Statement, How: s.How}
+		if link.Artifact, err = v.base(s.From); err != nil {
+			return nil, err
+		}
+		links = append(links, link)
+	}
+	return links, err
+}
+
+// stated is a link of a statement to a manifest.
+func (v *view) stated(l classify.Link) ([]api.Link, error) {
+	link := api.Link{Relation: l.Relation, Digest: l.Digest}
+	rec, err := v.manifest(l.Digest, "")
+	if err == nil {
+		link.Artifact, err = v.short(rec)
+	}
+	if errors.Is(err, api.ErrManifestUnknown) {
+		err = nil
+	}
+	return []api.Link{link}, err
+}
+
+// contained is a link to the bytes of an artifact. Where nobody holds them here and there is a name too, those of that
+// name are shown beside it.
+func (v *view) contained(rec index.Record, l classify.Link, bindings []api.Binding) ([]api.Link, error) {
+	link := api.Link{Relation: l.Relation, Digest: l.Digest, Name: l.Name}
+	found, err := v.first(index.Query{Target: l.Digest, Relation: api.RelationContent})
+	if err != nil {
+		return nil, err
+	}
+	if found != nil {
+		link.Artifact, err = v.short(*found)
+		return []api.Link{link}, err
+	}
+	if l.Name == "" {
+		return []api.Link{link}, nil
+	}
+	named, err := v.named(rec, l, bindings)
+	return append([]api.Link{link}, named...), err
+}
+
+// named are the adapters that a name may mean: those of that name which were made from the same base.
+func (v *view) named(rec index.Record, l classify.Link, bindings []api.Binding) (links []api.Link, err error) {
+	weak := api.Link{Relation: l.Relation, Weak: true, Name: l.Name}
+	for _, b := range bindings {
+		if b.Aggregate.IsZero() {
+			continue
+		}
+		found, _, err := v.Index.Records(v.ctx, index.Query{Aggregate: b.Aggregate, Kind: api.KindAdapter, Name: l.Name,
+			See: v.c.Sees, Next: v.c.Next}, maxNamed)
+		if err != nil {
+			return nil, err
+		}
+		for _, other := range found {
+			if other.Digest == rec.Digest {
+				continue
+			}
+			link := weak
+			if link.Artifact, err = v.short(other); err != nil {
+				return nil, err
+			}
+			links = append(links, link)
+		}
+	}
+	if len(links) == 0 {
+		links = []api.Link{weak}
+	}
+	return links, nil
+}
+
+// lookup is one way in which others name an artifact.
+type lookup struct {
+	target   identity.Digest
+	relation string
+	weak     bool
+	instead  []identity.Digest // who names one of these by the same relation names it strongly
+}
+
+// lookups are the ways in which others may name a record.
+func lookups(rec index.Record, f api.Facts, bindings []api.Binding) (all []lookup) {
+	strong := func(target identity.Digest, relations ...string) {
+		for _, r := range relations {
+			if !target.IsZero() {
+				all = append(all, lookup{target: target, relation: r})
+			}
+		}
+	}
+	strong(rec.Digest, api.RelationStatement, api.RelationDerived)
+	if rec.Kind == api.KindBase && !rec.Aggregate.IsZero() {
+		strong(index.AggregateTarget(rec.Aggregate), api.RelationStatement, api.RelationDerived)
+	}
+	var weights identity.Digest
+	if f.Adapter != nil {
+		weights = f.Adapter.Weights
+		strong(weights, api.RelationParent, api.RelationOutput, api.RelationAdapter)
+	}
+	if rec.Kind == api.KindReceipt && f.Receipt != nil {
+		strong(f.Receipt.Digest, api.RelationReceipt)
+	}
+	if rec.Kind != api.KindAdapter || rec.Name == "" {
+		return all
+	}
+	for _, b := range bindings {
+		for _, r := range []string{api.RelationParent, api.RelationAdapter} {
+			if !b.Aggregate.IsZero() {
+				all = append(all, lookup{index.NameTarget(b.Aggregate, rec.Name), r, true, []identity.Digest{weights}})
+			}
+		}
+	}
+	return all
+}
+
+// children returns a page of what names a record. The cursor is the number of a lookup and the cursor in that.
+func (v *view) children(ways []lookup, rec index.Record, after string, n int) (
+	links []api.Link, next string, err error,
+) {
+	links = []api.Link{}
+	number, at, _ := strings.Cut(after, ".")
+	start := 0
+	if after != "" {
+		if start, err = strconv.Atoi(number); err != nil || start < 0 || start >= len(ways) {
+			return nil, "", api.Errorf(api.CodeParameterInvalid, "after=%.80q is no cursor of this listing", after)
+		}
+	}
+	for i := start; i < len(ways); i++ {
+		if len(links) == n {
+			return links, strconv.Itoa(i) + ".", nil
+		}
+		w := ways[i]
+		found, more, err := v.Index.Records(v.ctx, index.Query{Target: w.target, Relation: w.relation, See: v.c.Sees,
+			Next: v.c.Next, After: at}, n-len(links))
+		if err != nil {
+			return nil, "", err
+		}
+		at = ""
+		for _, child := range found {
+			if child.Digest == rec.Digest || w.strongly(child) {
+				continue
+			}
+			link, err := v.child(w, rec, child)
+			if err != nil {
+				return nil, "", err
+			}
+			links = append(links, link)
+		}
+		if more != "" {
+			return links, strconv.Itoa(i) + "." + more, nil
+		}
+	}
+	return links, "", nil
+}
+
+// strongly says whether a record that was found by a name names the content, too.
+func (w lookup) strongly(rec index.Record) bool {
+	return w.weak && slices.ContainsFunc(rec.Links, func(l index.Link) bool {
+		return l.Relation == w.relation && slices.Contains(w.instead, l.Target)
+	})
+}
+
+// child is the link from a record to what names it.
+func (v *view) child(w lookup, rec, child index.Record) (link api.Link, err error) {
+	link = api.Link{Relation: w.relation, Weak: w.weak, Digest: child.Digest}
+	if w.weak {
+		link.Name = rec.Name
+	}
+	if child.Kind != api.KindStatement {
+		link.Artifact, err = v.short(child)
+		return link, err
+	}
+	link.Statement = child.Digest
+	f, err := facts(child)
+	if err != nil || f.Statement == nil || w.relation != api.RelationDerived {
+		if err == nil {
+			link.Artifact, err = v.short(child)
+		}
+		return link, err
+	}
+	// It is not the statement that was made from the record, but what the statement is about.
+	s := f.Statement
+	link.Digest, link.Aggregate, link.How = s.Target, s.To, s.How
+	if !s.To.IsZero() {
+		link.Artifact, err = v.base(s.To)
+		return link, err
+	}
+	about, err := v.stated(classify.Link{Digest: s.Target})
+	if err == nil {
+		link.Artifact = about[0].Artifact
+	}
+	return link, err
+}
