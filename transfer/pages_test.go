@@ -65,10 +65,13 @@ func TestPages(t *testing.T) {
 		}
 		check("bases", n, last)
 		n = 0
-		for _, err := range transfer.ArtifactPages(t.Context(), c, a, "", "", 1) {
+		for _, err := range transfer.ArtifactPages(t.Context(), c, a, client.Filter{}, 1) {
 			if last = err; err == nil {
 				n++
 			}
+		}
+		if tt.held == nil && tt.want != "" { // a page of what passes a filter may be empty
+			tt.pages, tt.want = 9_999, "more than 10000 pages"
 		}
 		check("artifacts", n, last)
 		if tt.want != "" && tt.pages < 9_999 {

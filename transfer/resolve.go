@@ -317,8 +317,8 @@ type PackagingsError struct {
 	Differences []FileDifference
 }
 
-// FileDifference is a file that is not the same in all packagings. Digests goes with PackagingsError.Plans; a zero digest
-// means that the packaging lacks the file.
+// FileDifference is a file that is not the same in all packagings. Digests goes with PackagingsError.Plans; a zero
+// digest means that the packaging lacks the file.
 type FileDifference struct {
 	Name    string
 	Digests []identity.Digest
@@ -336,7 +336,8 @@ func (e *PackagingsError) Error() string {
 
 // ResolveAggregate finds an artifact that holds the base with an aggregate: the newest one that the caller may pull, in
 // one repository or, if repo is empty, in any. Where the choice would decide about more than weights, it is a
-// *PackagingsError. A base that is not there is api.ErrAggregateUnknown, and *ElsewhereError if other repositories hold it.
+// *PackagingsError. A base that is not there is api.ErrAggregateUnknown, and *ElsewhereError if other repositories hold
+// it.
 func ResolveAggregate(ctx context.Context, c *client.Client, a identity.Aggregate, repo string) (Plan, error) {
 	held, err := newest(ctx, c, a, repo)
 	if err != nil {
@@ -354,17 +355,12 @@ func ResolveAggregate(ctx context.Context, c *client.Client, a identity.Aggregat
 		}
 		plans = append(plans, p)
 	}
-	return choose(a, plans, more)
+	return Choose(a, plans, more)
 }
 
-// Choose returns the first of several plans of one base. Where the choice would decide about more than how the shards
-// are called, it is a *PackagingsError.
-func Choose(a identity.Aggregate, plans []Plan) (Plan, error) {
-	more := max(0, len(plans)-maxCompared)
-	return choose(a, plans[:len(plans)-more], more)
-}
-
-func choose(a identity.Aggregate, plans []Plan, more int) (Plan, error) {
+// Choose returns the first of several plans of one base, of which more are not listed. Where the choice would decide
+// about more than how the shards are called, it is a *PackagingsError.
+func Choose(a identity.Aggregate, plans []Plan, more int) (Plan, error) {
 	e := &PackagingsError{Aggregate: a, Plans: plans, More: more}
 	if e.Differences = differences(plans); len(e.Differences) > 0 || more > 0 {
 		return Plan{}, e
@@ -472,16 +468,31 @@ func Pages(ctx context.Context, c *client.Client, a identity.Aggregate) iter.Seq
 	})
 }
 
-// ArtifactPages yields what a registry says was made from a base, page by page of at most limit. An empty kind or repo
-// means all. ErrListing.
-func ArtifactPages(ctx context.Context, c *client.Client, a identity.Aggregate, kind api.Kind, repo string, limit int) (
+// ArtifactPages yields what a registry says was made from a base or, where that is zero, has no base that is known,
+// page by page of at most limit. Pages may be empty. ErrListing.
+func ArtifactPages(ctx context.Context, c *client.Client, a identity.Aggregate, f client.Filter, limit int) (
 	all iter.Seq2[api.ArtifactList, error],
 ) {
 	return pages(ctx, c, a.String(), func(after string) (page api.ArtifactList, next string, items int, err error) {
-		page, err = c.Artifacts(ctx, a, kind, repo, after, limit)
-		return page, page.Next, len(page.Artifacts), err
+		if a.IsZero() {
+			page, err = c.Unbound(ctx, f, after, limit)
+		} else {
+			page, err = c.Made(ctx, a, f, after, limit)
+		}
+		return page, page.Next, mayBeEmpty, err
 	})
 }
+
+// LineagePages yields what an artifact was made from and what names it, page by page. ErrListing.
+func LineagePages(ctx context.Context, c *client.Client, d identity.Digest, repo string) iter.Seq2[api.Lineage, error] {
+	return pages(ctx, c, d.String(), func(after string) (page api.Lineage, next string, items int, err error) {
+		page, err = c.Lineage(ctx, d, repo, after, 0)
+		return page, page.Next, mayBeEmpty, err
+	})
+}
+
+// mayBeEmpty is the number of items of a page that need not have any.
+const mayBeEmpty = -1
 
 // pages follows the cursors of a listing: fetch returns the page after one, the next cursor, and the number of items on
 // the page. The last pair has an error, or else a page that no other one follows.
@@ -560,8 +571,8 @@ func ResolveHeld(ctx context.Context, c *client.Client, a identity.Aggregate, h 
 	return p, nil
 }
 
-// differences lists the files that are not the same in all plans, apart from the shards and the index, which follows their
-// names.
+// differences lists the files that are not the same in all plans, apart from the shards and the index, which follows
+// their names.
 func differences(plans []Plan) (diffs []FileDifference) {
 	byName := map[string][]identity.Digest{}
 	for i, p := range plans {

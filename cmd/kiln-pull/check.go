@@ -20,8 +20,8 @@ import (
 	"github.com/kiln-registry/kiln-registry/transfer/made"
 )
 
-const longCheck = "Of a REF only the documents are fetched; its files are compared by the digests that the registry keeps.\n" +
-	"The base is a folder, a FILE with a shard manifest, a REF, an AGGREGATE, or the address of a server, of which\n" +
+const longCheck = "Of a REF only the documents are fetched; files are compared by the digests that the registry\n" +
+	"keeps. The base is a folder, a FILE with a shard manifest, a REF, an AGGREGATE, or the address of a server, of which\n" +
 	"/health is read.\n\n" +
 	"Exit code 0: yes; 1: no; 2: it can't be told, since something is not recorded or was not given."
 
@@ -34,7 +34,8 @@ type checkFlags struct {
 func (f *checkFlags) bind(cmd *cobra.Command) {
 	f.Bind(cmd)
 	cmd.Flags().StringVar(&f.base, "base", "", "the base: DIR, FILE, REF, AGGREGATE or http://host:8420")
-	cmd.Flags().StringVar(&f.provenance, "provenance", "", "FILE with the execution provenance of the server (kiln.execution-provenance.v1)")
+	cmd.Flags().StringVar(&f.provenance, "provenance", "",
+		"FILE with the execution provenance of the server (kiln.execution-provenance.v1)")
 }
 
 func checkAdapterCommand() *cobra.Command {
@@ -52,8 +53,8 @@ func checkCommand(kind api.Kind, path, short, example string) *cobra.Command {
 	name := path + "|REF"
 	cmd := &cobra.Command{
 		Use: fmt.Sprintf("check-%s %s --base BASE", kind, name), Short: short,
-		Long: short + ".\n\n" + "Other identities, as of tokenizer and templates, are compared where both sides record them. " +
-			"They do not change\nthe answer, which is about the bytes of the weights.\n\n" + longCheck,
+		Long: short + ".\n\nOther identities, as of tokenizer and templates, are compared where both sides record them. " +
+			"They do not\nchange the answer, which is about the bytes of the weights.\n\n" + longCheck,
 		Example: "  " + example, Args: cli.Args(name),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if f.base == "" {
@@ -143,7 +144,7 @@ type side struct {
 	Aggregate string             `json:"aggregate_sha256,omitempty"` // empty: not known
 	Evidence  documents.Evidence `json:"evidence,omitempty"`
 	Source    string             `json:"source,omitempty"`  // where the aggregate stands
-	Checked   string             `json:"checked,omitempty"` // how the files of the artifact were compared with its documents
+	Checked   string             `json:"checked,omitempty"` // how files were compared with documents
 	Legacy    bool               `json:"legacy,omitempty"`
 }
 
@@ -183,13 +184,7 @@ func head(w io.Writer, kind api.Kind, artifact, base side) {
 func writeAnswer(w io.Writer, asJSON bool, a made.Artifact, h made.Here, answer resume.Answer) error {
 	artifact, base := sides(a, h)
 	if asJSON {
-		err := json.NewEncoder(w).Encode(struct {
-			Event string `json:"event"` // checked
-			resume.Answer
-			Artifact side `json:"artifact"`
-			Base     side `json:"base"`
-		}{"checked", answer, artifact, base})
-		return ends(err, answer.Verdict)
+		return ends(encode(w, answered(a.Kind, answer), artifact, base), answer.Verdict)
 	}
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
 	fmt.Fprintf(t, "question\t%s?\nanswer\t%s\nreason\t%s\n", answer.Question, spoken(answer.Verdict),
@@ -204,6 +199,67 @@ func writeAnswer(w io.Writer, asJSON bool, a made.Artifact, h made.Here, answer 
 	}
 	fmt.Fprintf(t, "not proven\t%s\n", answer.NotProven)
 	return ends(t.Flush(), answer.Verdict)
+}
+
+// encode writes an answer in the form in which the registry gives it, with the sides as they are known here.
+func encode(w io.Writer, answer api.Compatibility, artifact, base side) error {
+	answer.NotProven = api.NotProven
+	return json.NewEncoder(w).Encode(struct {
+		Event string `json:"event"` // checked
+		api.Compatibility
+		Artifact side `json:"artifact"`
+		Base     side `json:"base"`
+	}{"checked", answer, artifact, base})
+}
+
+func answered(kind api.Kind, answer resume.Answer) api.Compatibility {
+	out := api.Compatibility{
+		Question: api.QuestionAdapter, Verdict: wire(answer.Verdict), Reasons: []string{answer.Reason},
+		Evidence: api.Evidence(answer.Evidence),
+	}
+	if kind == api.KindEval {
+		out.Question = api.QuestionEval
+	}
+	for _, o := range answer.Others {
+		put(&out, api.Compared{Name: o.Name, Verdict: wire(o.Verdict), Reason: o.Reason})
+	}
+	return out
+}
+
+func reported(r resume.Report, artifact side) api.Compatibility {
+	out := api.Compatibility{
+		Question: api.QuestionResume, Verdict: wire(r.Verdict), Reasons: []string{},
+		Evidence: api.Evidence(artifact.Evidence), Failure: r.FirstFailure, Archival: r.Archival, Renamed: r.Renamed,
+	}
+	for _, s := range r.Steps {
+		step := api.Compared{Number: s.Number, Name: s.Name, Verdict: wire(s.Verdict), Reason: s.Reason}
+		out.Steps = append(out.Steps, step)
+		put(&out, step)
+		if s.Verdict == r.Verdict && r.Verdict != resume.Yes { // these decide
+			out.Reasons = append(out.Reasons, s.Reason)
+		}
+	}
+	return out
+}
+
+// put adds something to what was compared, or to what could not be.
+func put(out *api.Compatibility, c api.Compared) {
+	if c.Verdict == api.VerdictCannotTell {
+		out.NotRecorded = append(out.NotRecorded, c)
+	} else {
+		out.Compared = append(out.Compared, c)
+	}
+}
+
+// wire is a verdict as the registry spells it.
+func wire(v resume.Verdict) string {
+	switch v {
+	case resume.Yes:
+		return api.VerdictYes
+	case resume.No:
+		return api.VerdictNo
+	}
+	return api.VerdictCannotTell
 }
 
 // spoken is a verdict for people.
@@ -231,8 +287,8 @@ func checkResumeCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "check-resume DIR|REF --base BASE --request FILE",
 		Short: "Say whether a run can continue exactly from a checkpoint",
-		Long: "Say whether a run can continue exactly from a checkpoint: the steps of Kiln's own decision in its order, with the\n" +
-			"reason of each. The steps after the first failure are reported as well. Nothing of a GPU is read.\n\n" +
+		Long: "Say whether a run can continue exactly from a checkpoint: the steps of Kiln's own decision in its order,\n" +
+			"with the reason of each. The steps after the first failure are reported as well. Nothing of a GPU is read.\n\n" +
 			"The request (kiln.resume-request.v1) says what the run wants: training kind, adapter name, effective config,\n" +
 			"precision, data, optimizer, scheduler, random number streams, state files, execution provenance, auxiliary\n" +
 			"state. What it leaves out can't be told.\n\n" + longCheck,
@@ -279,14 +335,7 @@ func readRequest(path string) (q resume.Request, err error) {
 func writeReport(w io.Writer, asJSON bool, a made.Artifact, h made.Here, r resume.Report) error {
 	artifact, base := sides(a, h)
 	if asJSON {
-		err := json.NewEncoder(w).Encode(struct {
-			Event    string `json:"event"` // checked
-			Question string `json:"question"`
-			resume.Report
-			Artifact side `json:"artifact"`
-			Base     side `json:"base"`
-		}{"checked", "resume exactly", r, artifact, base})
-		return ends(err, r.Verdict)
+		return ends(encode(w, reported(r, artifact), artifact, base), r.Verdict)
 	}
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
 	fmt.Fprintf(t, "question\tcan a run continue exactly from this checkpoint?\nanswer\t%s\n", spoken(r.Verdict))

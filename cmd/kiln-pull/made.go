@@ -20,9 +20,9 @@ import (
 
 // prepare does all that may refuse a pull before anything is received: it reads what was made from a base and compares
 // that base with the one at hand, and finds it if it is to be pulled too. base is nil if it is not.
-func (f *pullFlags) prepare(ctx context.Context, c *client.Client, plan transfer.Plan, dir string, show *progress.Show) (
-	from *made.Artifact, base *transfer.Plan, err error,
-) {
+func (f *pullFlags) prepare(
+	ctx context.Context, c *client.Client, plan transfer.Plan, dir string, show *progress.Show,
+) (from *made.Artifact, base *transfer.Plan, err error) {
 	if err := f.checkFlags(plan, dir); err != nil {
 		return nil, nil, err
 	}
@@ -105,19 +105,22 @@ func (f *pullFlags) warn(show *progress.Show, text string) {
 	show.Note("warning: " + client.Line(text))
 }
 
-// baseOf finds the base that was made from.
-func (f *pullFlags) baseOf(ctx context.Context, c *client.Client, a made.Artifact, plan transfer.Plan, show *progress.Show) (
-	transfer.Plan, error,
-) {
-	base, named, err := made.FindBase(ctx, c, a, plan)
+// baseOf finds the base that an artifact was made from.
+func (f *pullFlags) baseOf(
+	ctx context.Context, c *client.Client, a made.Artifact, plan transfer.Plan, show *progress.Show,
+) (transfer.Plan, error) {
+	base, names, err := made.FindBase(ctx, c, a, plan)
 	switch {
 	case errors.Is(err, made.ErrNoBase):
-		return base, cli.Hint(cli.Exit(cli.CodeNotFound, err), "pull the base by itself; kiln-push bind says which one it is")
+		return base, cli.Hint(cli.Exit(cli.CodeNotFound, err),
+			"pull the base by itself; kiln-push bind says which one it is")
 	case err != nil:
 		return base, fmt.Errorf("the base of %s: %w", a.Reference, err)
-	case !named:
-		f.warn(show, fmt.Sprintf("no base that is held has the file names that %s recorded: the bytes are the same, but Kiln "+
-			"compares the names too before it resumes exactly", a.Reference))
+	case names == made.NamesRestored:
+		show.Note("the shards of " + base.Reference() + " get the file names that were recorded")
+	case names == made.NamesOther:
+		f.warn(show, fmt.Sprintf("no base that is held has the file names that %s recorded: the bytes are the same, but "+
+			"Kiln compares the names too before it resumes exactly", a.Reference))
 	}
 	return base, nil
 }
@@ -128,7 +131,7 @@ type madeFrom struct {
 	Evidence  documents.Evidence `json:"evidence"`
 	Source    string             `json:"source,omitempty"`
 	Legacy    bool               `json:"legacy,omitempty"`
-	NotProven string             `json:"not_proven"`
+	NotProven []string           `json:"not_proven"`
 }
 
 func (p pulled) madeFrom() *madeFrom {
@@ -136,7 +139,7 @@ func (p pulled) madeFrom() *madeFrom {
 		return nil
 	}
 	b := p.made.Binding()
-	m := &madeFrom{Aggregate: b.Aggregate, Evidence: b.Evidence, Legacy: p.made.Legacy, NotProven: resume.NotProven}
+	m := &madeFrom{Aggregate: b.Aggregate, Evidence: b.Evidence, Legacy: p.made.Legacy, NotProven: api.NotProven}
 	if !b.Aggregate.IsZero() {
 		m.Source = b.Where()
 	}

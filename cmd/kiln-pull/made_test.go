@@ -3,6 +3,7 @@ package main
 import (
 	"context"
 	"encoding/json"
+	"fmt"
 	"os"
 	"path/filepath"
 	"strings"
@@ -22,7 +23,7 @@ import (
 // madeCommands are the commands of the scripts about what is made from a base.
 var madeCommands = map[string]func(*testscript.TestScript, bool, []string){
 	"made": writeMade, "edit": edit, "without": without, "send": send, "serving": serving, "links": links, "relink": relink,
-	"provenance": provenance, "bind": bind,
+	"provenance": provenance, "bind": bind, "derive": derive,
 }
 
 // modelOf hashes a model folder; nil for one that is called none.
@@ -38,7 +39,7 @@ func modelOf(ts *testscript.TestScript, dir string) *identity.Manifest {
 }
 
 // writeMade writes an artifact that was made from the base in a folder, or from none where that is called none:
-// made peft|adapter|checkpoint|bare|receipt|eval|manifest PATH BASE [SEED]
+// made peft|adapter|checkpoint|bare|receipt|eval|scores|manifest PATH BASE [SEED]
 func writeMade(ts *testscript.TestScript, _ bool, args []string) {
 	path, base, seed := ts.MkAbs(args[1]), modelOf(ts, args[2]), byte(1)
 	if len(args) > 3 {
@@ -57,6 +58,8 @@ func writeMade(ts *testscript.TestScript, _ bool, args []string) {
 	case "eval":
 		id := strings.TrimSuffix(filepath.Base(path), ".json")
 		ts.Check(os.WriteFile(path, testartifact.Eval(id, "demo", base), 0o644))
+	case "scores":
+		ts.Check(os.WriteFile(path, scores(strings.TrimSuffix(filepath.Base(path), ".json"), base), 0o644))
 	case "manifest":
 		b, err := base.MarshalJSON()
 		ts.Check(err)
@@ -64,6 +67,19 @@ func writeMade(ts *testscript.TestScript, _ bool, args []string) {
 	default:
 		ts.Fatalf("made: %q is nothing", args[0])
 	}
+}
+
+// scores is an eval job with a run on the base, which passed 1 of 4 examples, and one on an adapter, which passed 3.
+func scores(id string, base *identity.Manifest) []byte {
+	run := func(adapter string, passed int) string {
+		return fmt.Sprintf(`{"suite_name":"math","adapter":%s,"aggregation":{"kind":"single"},"metrics":{"num_examples":4,`+
+			`"num_completions":4,"num_pass":%d,"num_fail":%d,"num_invalid":0,"num_error":0,"accuracy":%g,"latency":{}},`+
+			`"aggregated_outcomes":[],"outcomes":[],"started_at":"2026-07-14T12:00:00Z",`+
+			`"finished_at":"2026-07-14T12:00:01Z","suite_hash":"0123456789abcdef"}`, adapter, passed, 4-passed, float64(passed)/4)
+	}
+	job := string(testartifact.Eval(id, "sql", base))
+	job = strings.Replace(job, `"finished_runs":[]`, `"finished_runs":[`+run("null", 1)+`,`+run(`"sql"`, 3)+`]`, 1)
+	return []byte(strings.Replace(job, `"error":null`, `"error":null,"effective_seed":"17"`, 1))
 }
 
 // edit replaces a text that occurs once in a file: edit FILE OLD NEW
@@ -82,8 +98,8 @@ func without(ts *testscript.TestScript, _ bool, args []string) {
 	edit(ts, false, []string{args[0], `,"base_weight_shard_manifest":` + string(b), ""})
 }
 
-// send puts an artifact into the registry, for which a base may be named, and its digest into NAME: send KIND PATH REF NAME
-// [BASE]
+// send puts an artifact into the registry, for which a base may be named, and its digest into NAME: send KIND PATH REF
+// NAME [BASE]
 func send(ts *testscript.TestScript, _ bool, args []string) {
 	ctx := context.Background()
 	ref, err := client.ParseReference(args[2])
@@ -123,6 +139,22 @@ func bind(ts *testscript.TestScript, _ bool, args []string) {
 	a, err := artifact.Bind(f, base, artifact.Words{By: "a", Reason: "b", At: "2026-01-02T03:04:05Z"})
 	ts.Check(err)
 	pushArtifact(ts, a, client.Reference{Host: ref.Host, Repo: ref.Repo}, "STATEMENT")
+}
+
+// derive states that a base was made from another one: derive TARGET SOURCE HOW REPOSITORY
+func derive(ts *testscript.TestScript, _ bool, args []string) {
+	var bases []artifact.Base
+	for _, text := range args[:2] {
+		b, err := artifact.FindBase(context.Background(), text, nil)
+		ts.Check(err)
+		bases = append(bases, b)
+	}
+	ref, err := client.ParseReference(args[3])
+	ts.Check(err)
+	words := artifact.Words{By: "a", Reason: "b", At: "2026-01-02T03:04:05Z"}
+	a, err := artifact.Derive(bases[0], bases[1:], documents.How(args[2]), "", ref, words)
+	ts.Check(err)
+	pushArtifact(ts, a, ref, "STATEMENT")
 }
 
 // serving writes what a server with a model answers to a health check: serving BASE|none

@@ -86,8 +86,8 @@ func parseSource(arg, registry, repo string) (s source, err error) {
 	return s, nil
 }
 
-// resolve asks the registry, once. Where a reference has a tag and a digest, the digest decides; note is told if the tag
-// stands for something else, and the plan then goes without it.
+// resolve asks the registry, once. Where a reference has a tag and a digest, the digest decides; note is told if the
+// tag stands for something else, and the plan then goes without it.
 func (s source) resolve(ctx context.Context, c *client.Client, note func(string)) (transfer.Plan, error) {
 	if !s.aggregate.IsZero() {
 		return transfer.ResolveAggregate(ctx, c, s.aggregate, s.repo)
@@ -120,8 +120,8 @@ func choose(e *transfer.PackagingsError) string {
 	return "choose one with --repo (" + strings.Join(repos, ", ") + "), or pull it by its digest; each is listed above"
 }
 
-const unknownBase = "check the aggregate (kiln-push identify DIR prints that of a folder) and which registry is asked " +
-	"(--registry, $KILN_REGISTRY); only what the token may pull is seen"
+const unknownBase = "check the aggregate (kiln-push identify DIR prints that of a folder) and which registry is " +
+	"asked (--registry, $KILN_REGISTRY); only what the token may pull is seen"
 
 // explain gives the errors of a transfer their exit codes and hints.
 func explain(err error) error {
@@ -179,7 +179,8 @@ func explain(err error) error {
 	case errors.As(err, &rule) && rule.Code == safetensors.CodeNoShards:
 		code, hint = cli.CodeBadInput, "name the folder that holds the model's *.safetensors files"
 	case errors.As(err, &rule) && rule.Code == safetensors.CodeSymlink:
-		code, hint = cli.CodeBadInput, "files behind links are not read here; cp -rL FOLDER COPY makes a folder of regular files"
+		code = cli.CodeBadInput
+		hint = "files behind links are not read here; cp -rL FOLDER COPY makes a folder of regular files"
 	default:
 		return err
 	}

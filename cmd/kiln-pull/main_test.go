@@ -25,8 +25,9 @@ import (
 
 func TestMain(m *testing.M) { testscript.Main(m, map[string]func(){"kiln-pull": main}) }
 
-// TestScripts runs one script per promise. Each has a registry of its own at $REGISTRY, and servers that deny everything
-// at $DENIED, answer with a page at $PAGE, say what would work a terminal at $LIAR, and serve a model at $RESIDENT.
+// TestScripts runs one script per promise. Each has a registry of its own at $REGISTRY, and servers that deny
+// everything at $DENIED, answer with a page at $PAGE, say what would work a terminal at $LIAR, and serve a model at
+// $RESIDENT.
 func TestScripts(t *testing.T) {
 	cmds := map[string]func(*testscript.TestScript, bool, []string){
 		"exits": testregistry.Exits, "shard": makeShard, "push": push, "turn": turn, "sent": sent, "disk": disk, "damage": damage,

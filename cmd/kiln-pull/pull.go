@@ -59,10 +59,13 @@ func pullCommand() *cobra.Command {
 	cmd.Flags().StringVar(&f.registry, "registry", cli.Registry(), "where an AGGREGATE is asked for")
 	cmd.Flags().StringVar(&f.repo, "repo", "", "the repository from which an AGGREGATE is pulled")
 	cmd.Flags().IntVar(&f.options.Jobs, "jobs", 8, "files, or parts of a file, received at a time")
-	cmd.Flags().BoolVar(&f.options.Replace, "replace", false, "replace the folder at DIR, whatever it is; its files that match are used")
-	cmd.Flags().BoolVar(&f.options.Repair, "repair", false, "take a DIR without a record: keep its files that match, replace the rest")
+	cmd.Flags().BoolVar(&f.options.Replace, "replace", false,
+		"replace the folder at DIR, whatever it is; its files that match are used")
+	cmd.Flags().BoolVar(&f.options.Repair, "repair", false,
+		"take a DIR without a record: keep its files that match, replace the rest")
 	cmd.Flags().StringVar(&f.withBase, "with-base", "", "DIR for the base that it was made from, which is pulled too")
-	cmd.Flags().StringVar(&f.against, "against", "", "the base that it shall run on: DIR, FILE, REF, AGGREGATE or http://host:8420")
+	cmd.Flags().StringVar(&f.against, "against", "",
+		"the base that it shall run on: DIR, FILE, REF, AGGREGATE or http://host:8420")
 	cmd.Flags().BoolVar(&f.allow, "allow-mismatch", false, "pull it also if it was made from another base than --against")
 	return cmd
 }
@@ -151,8 +154,8 @@ func (f *pullFlags) fetch(ctx context.Context, c *client.Client, plan transfer.P
 func explainPlace(err error) error {
 	var path *fs.PathError
 	if errors.As(err, &path) && (errors.Is(err, fs.ErrPermission) || errors.Is(err, syscall.EROFS)) {
-		return cli.Hint(err, "a pull stages its files beside the target, in .NAME.kiln: this user needs the right to write in "+
-			"the folder that the target is in")
+		return cli.Hint(err, "a pull stages its files beside the target, in .NAME.kiln: this user needs the right to write "+
+			"in the folder that the target is in")
 	}
 	return err
 }

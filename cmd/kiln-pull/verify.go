@@ -226,8 +226,8 @@ func sum(ctx context.Context, dir string, show *progress.Show) (identity.Manifes
 	return got.Manifest, err
 }
 
-// aggregate compares the base weights as a whole and, where they differ, says in what if that can be had. A folder whose
-// shards are refused is not that base either.
+// aggregate compares the base weights as a whole and, where they differ, says in what if that can be had. A folder
+// whose shards are refused is not that base either.
 func (f *verifyFlags) aggregate(ctx context.Context, s source, known staging.Records, v *verdict, show *progress.Show) error {
 	v.Against = "base " + s.aggregate.String()
 	m, err := sum(ctx, v.Folder, show)
@@ -355,4 +355,13 @@ func (v verdict) write(w io.Writer, asJSON bool) error {
 		fmt.Fprintf(t, "differs\t%s\n", x)
 	}
 	return t.Flush()
+}
+
+func files(n int) string { return plural(n, "file", "files") }
+
+func plural(n int, one, many string) string {
+	if n == 1 {
+		return "1 " + one
+	}
+	return fmt.Sprintf("%d %s", n, many)
 }

@@ -6,49 +6,122 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strings"
 
 	"github.com/kiln-registry/kiln-registry/api"
 	"github.com/kiln-registry/kiln-registry/api/client"
 	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/identity/safetensors"
 	"github.com/kiln-registry/kiln-registry/transfer"
+	"github.com/kiln-registry/kiln-registry/transfer/staging"
 )
 
-// maxNamed is how many manifests of one base are read to find the one whose shards have the names that were recorded.
-const maxNamed = 32
+const (
+	maxNamed  = 32 // manifests of one base that are read to find the one whose shards have the names that were recorded
+	maxChoice = 8  // packagings that are named where somebody has to choose
+)
 
 // ErrNoBase: the artifact does not record the base that it was made from.
 var ErrNoBase = errors.New("records no base")
 
+// Names says under which names the shards of a base come.
+type Names string
+
+// The names.
+const (
+	NamesHeld     Names = "held"     // those that were recorded, or none were recorded: as the registry holds them
+	NamesRestored Names = "restored" // those that were recorded, which the registry holds under others
+	NamesOther    Names = "other"    // others than those that were recorded
+)
+
 // FindBase finds, in the registry that holds an artifact, the base that it was made from: the manifest that it refers
-// to, else one whose shards are called as its documents record, else any. named says that the shards have the recorded
-// names, or that none are recorded. The errors are ErrNoBase and those of transfer.ResolveAggregate.
+// to, else one whose shards are called as its documents record, else any. The names that were recorded are restored
+// where no shard index says others. The errors are ErrNoBase and those of transfer.ResolveAggregate.
 func FindBase(ctx context.Context, c *client.Client, a Artifact, plan transfer.Plan) (
-	base transfer.Plan, named bool, err error,
+	base transfer.Plan, names Names, err error,
 ) {
 	is := a.Aggregate()
 	if is.IsZero() {
-		return base, false, fmt.Errorf("%s: %w", a.Reference, ErrNoBase)
+		return base, "", fmt.Errorf("%s: %w", a.Reference, ErrNoBase)
 	}
 	want := a.Binding().Manifest.Shards
 	if !plan.Subject.IsZero() {
 		h := api.Held{Repository: plan.Repository, Digest: plan.Subject}
 		base, err = transfer.ResolveHeld(ctx, c, is, h)
 		if err == nil && called(base, want) {
-			return base, true, nil
+			return base, NamesHeld, nil
 		}
 	}
 	if len(want) > 0 {
 		plans, err := calledSo(ctx, c, is, want)
 		if err != nil {
-			return base, false, err
+			return base, "", err
 		}
 		if len(plans) > 0 {
-			base, err = transfer.Choose(is, plans)
-			return base, true, err
+			more := max(0, len(plans)-maxChoice)
+			base, err = transfer.Choose(is, plans[:len(plans)-more], more)
+			return base, NamesHeld, err
 		}
 	}
-	base, err = transfer.ResolveAggregate(ctx, c, is, "")
-	return base, err == nil && called(base, want), err
+	if base, err = transfer.ResolveAggregate(ctx, c, is, ""); err != nil {
+		return base, "", err
+	}
+	if called(base, want) {
+		return base, NamesHeld, nil
+	}
+	if named, ok := rename(base, a.Binding().Manifest); ok {
+		return named, NamesRestored, nil
+	}
+	return base, NamesOther, nil
+}
+
+// rename gives the shards of a base the names that were recorded. ok is false where a shard index names them, since
+// that would be wrong then, and where the loader would not choose the same files any more.
+func rename(base transfer.Plan, want identity.Manifest) (_ transfer.Plan, ok bool) {
+	if base.Has(safetensors.IndexName) {
+		return base, false
+	}
+	free := map[identity.Shard][]string{} // names that were recorded, by content
+	for _, s := range want.Shards {
+		content := identity.Shard{Size: s.Size, Digest: s.Digest}
+		free[content] = append(free[content], s.Filename)
+	}
+	to := map[string]string{}
+	for _, s := range base.Base.Shards {
+		content := identity.Shard{Size: s.Size, Digest: s.Digest}
+		if len(free[content]) == 0 {
+			return base, false
+		}
+		to[s.Filename], free[content] = free[content][0], free[content][1:]
+	}
+	files := slices.Clone(base.Files)
+	var entries []safetensors.Entry
+	for i, f := range files {
+		files[i].Name = cmp.Or(to[f.Name], f.Name)
+		if name := files[i].Name; !strings.Contains(name, "/") {
+			entries = append(entries, safetensors.Entry{Name: name, Mode: safetensors.Regular, Size: f.Size})
+		}
+	}
+	slices.SortFunc(files, func(a, b staging.File) int { return cmp.Compare(a.Name, b.Name) })
+	sel, err := safetensors.Select(entries, nil)
+	if err != nil || !slices.Equal(sel.Shards, namesOf(want)) || twice(files) {
+		return base, false
+	}
+	base.Files, base.Base = files, want
+	return base, true
+}
+
+func namesOf(m identity.Manifest) (names []string) {
+	for _, s := range m.Shards {
+		names = append(names, s.Filename)
+	}
+	return names
+}
+
+// twice says whether two of the sorted files have one name.
+func twice(files []staging.File) bool {
+	same := func(a, b staging.File) bool { return a.Name == b.Name }
+	return len(slices.CompactFunc(slices.Clone(files), same)) < len(files)
 }
 
 // called says whether the shards of a base have the names that were recorded.
@@ -57,7 +130,9 @@ func called(base transfer.Plan, want []identity.Shard) bool {
 }
 
 // calledSo returns the bases whose shards have the names that were recorded, one of each packaging, the newest first.
-func calledSo(ctx context.Context, c *client.Client, a identity.Aggregate, want []identity.Shard) ([]transfer.Plan, error) {
+func calledSo(
+	ctx context.Context, c *client.Client, a identity.Aggregate, want []identity.Shard,
+) ([]transfer.Plan, error) {
 	type candidate struct {
 		packaging identity.Digest
 		held      api.Held

@@ -1,9 +1,9 @@
 // Package made reads what an artifact says about the base that it was made from: of a folder, or of an artifact in a
-// registry, of which only the small documents are fetched. It also finds that base in a registry, and describes the base
-// at hand that an artifact is to be compared with.
+// registry, of which only the small documents are fetched. It also finds that base in a registry, and describes the
+// base at hand that an artifact is to be compared with.
 //
-// What is read is checked: documents against the files that they name and against each other, every claim about the base
-// against every other one.
+// What is read is checked: documents against the files that they name and against each other, every claim about the
+// base against every other one.
 package made
 
 import (
@@ -72,8 +72,8 @@ func KindOf(dir string) api.Kind {
 	return ""
 }
 
-// Open reads the artifact that a text names: a folder or a file of the kind, else a reference. Where nothing of the name
-// is on the disk and it is no reference either, the error is a *fs.PathError. A broken rule is an *artifact.Error,
+// Open reads the artifact that a text names: a folder or a file of the kind, else a reference. Where nothing of the
+// name is on the disk and it is no reference either, the error is a *fs.PathError. A broken rule is an *artifact.Error,
 // a *documents.Error or a *safetensors.Error; an artifact of another kind is ErrNotMade.
 func Open(ctx context.Context, kind api.Kind, text string, dial transfer.Dial, w transfer.Watch) (Artifact, error) {
 	_, missing := os.Stat(text)
@@ -120,7 +120,8 @@ func OpenPath(ctx context.Context, kind api.Kind, path string, w transfer.Watch)
 		return Artifact{}, err
 	}
 	a := Artifact{Kind: kind, Name: read.Name, Reference: path, Legacy: read.Legacy, Checked: checkedHere}
-	if err := a.parse(read.Names(), func(name string, _ int64) ([]byte, error) { return read.Text(name), nil }); err != nil {
+	text := func(name string, _ int64) ([]byte, error) { return read.Text(name), nil }
+	if err := a.parse(read.Names(), text); err != nil {
 		return Artifact{}, err
 	}
 	if read.Base.Evidence != documents.EvidenceNone {

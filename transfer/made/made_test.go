@@ -168,10 +168,12 @@ func TestSame(t *testing.T) {
 // TestClaims: every claim about the base is held against every other one.
 func TestClaims(t *testing.T) {
 	w := newWorld(t)
-	if err := errors.Join(testartifact.Adapter(w.path("sql"), 1, &w.base), testartifact.PEFT(w.path("peft"), 2)); err != nil {
+	err := errors.Join(testartifact.Adapter(w.path("sql"), 1, &w.base), testartifact.PEFT(w.path("peft"), 2))
+	if err != nil {
 		t.Fatal(err)
 	}
-	sql, peft := w.send(t, api.KindAdapter, w.path("sql"), "team/model"), w.send(t, api.KindAdapter, w.path("peft"), "team/model")
+	sql := w.send(t, api.KindAdapter, w.path("sql"), "team/model")
+	peft := w.send(t, api.KindAdapter, w.path("peft"), "team/model")
 	base, err := transfer.ResolveAggregate(t.Context(), w.c, w.base.Aggregate, "")
 	if err != nil {
 		t.Fatal(err)
@@ -183,15 +185,17 @@ func TestClaims(t *testing.T) {
 		want documents.Evidence
 		err  string
 	}{
-		"document":               {sql, func(p *transfer.Plan) {}, documents.EvidenceDocument, ""},
-		"annotation":             {peft, func(p *transfer.Plan) { p.Claim = other.String() }, documents.EvidenceAsserted, ""},
-		"subject":                {peft, func(p *transfer.Plan) { p.Subject = base.Manifest }, documents.EvidenceAsserted, ""},
-		"subject is no base":     {peft, func(p *transfer.Plan) { p.Subject = sql.Manifest }, documents.EvidenceNone, ""},
-		"subject is not there":   {peft, func(p *transfer.Plan) { p.Subject = identity.Sum(nil) }, documents.EvidenceNone, ""},
-		"other annotation":       {sql, func(p *transfer.Plan) { p.Claim = other.String() }, "", "(base-conflict)"},
-		"annotation and subject": {peft, func(p *transfer.Plan) { p.Claim, p.Subject = other.String(), base.Manifest }, "", "(base-conflict)"},
-		"odd annotation":         {peft, func(p *transfer.Plan) { p.Claim = "x" }, "", api.AnnotationAggregate},
-		"file":                   {sql, func(p *transfer.Plan) { p.Files = exchange(p) }, "", "(file-digest)"},
+		"document":             {sql, func(p *transfer.Plan) {}, documents.EvidenceDocument, ""},
+		"annotation":           {peft, func(p *transfer.Plan) { p.Claim = other.String() }, documents.EvidenceAsserted, ""},
+		"subject":              {peft, func(p *transfer.Plan) { p.Subject = base.Manifest }, documents.EvidenceAsserted, ""},
+		"subject is no base":   {peft, func(p *transfer.Plan) { p.Subject = sql.Manifest }, documents.EvidenceNone, ""},
+		"subject is not there": {peft, func(p *transfer.Plan) { p.Subject = identity.Sum(nil) }, documents.EvidenceNone, ""},
+		"other annotation":     {sql, func(p *transfer.Plan) { p.Claim = other.String() }, "", "(base-conflict)"},
+		"annotation and subject": {peft, func(p *transfer.Plan) {
+			p.Claim, p.Subject = other.String(), base.Manifest
+		}, "", "(base-conflict)"},
+		"odd annotation": {peft, func(p *transfer.Plan) { p.Claim = "x" }, "", api.AnnotationAggregate},
+		"file":           {sql, func(p *transfer.Plan) { p.Files = exchange(p) }, "", "(file-digest)"},
 	} {
 		c.says(&c.plan)
 		a, err := made.Read(t.Context(), w.c, c.plan)

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"strings"
 
 	"github.com/kiln-registry/kiln-registry/api"
 	"github.com/kiln-registry/kiln-registry/api/client"
@@ -78,15 +79,38 @@ func (p packed) claims(ctx context.Context, c *client.Client, a *Artifact) (err 
 	if err != nil {
 		return err
 	}
-	a.Record.Binding, err = documents.Join(append(all, subject)...)
-	if a.Binding().Kind == "" { // nothing says anything: the place where the document could have said it stays
-		a.Record.Binding = all[0]
+	best, err := documents.Join(append(all, subject)...)
+	if err == nil && best.Aggregate.IsZero() {
+		best, err = p.stated(ctx, c)
+	}
+	if err == nil && !best.Aggregate.IsZero() { // else the place where the document could have said it stays
+		a.Record.Binding = best
 	}
 	return err
 }
 
-// subject is what the manifest says about the base by referring to one. A subject that is not there, or is no base, says
-// nothing.
+// stated is what bind statements say about the base, as the registry has them. A registry that keeps none, and
+// statements that disagree, say nothing.
+func (p packed) stated(ctx context.Context, c *client.Client) (b documents.Binding, err error) {
+	l, err := c.Lineage(ctx, p.Manifest, p.Repository, "", 1)
+	var answered *client.StatusError
+	switch is := l.Artifact.Binding; {
+	case errors.As(err, &answered), errors.Is(err, client.ErrNotBlob):
+		return b, nil
+	case err != nil:
+		return b, fmt.Errorf("statements about %s: %w", p.Reference(), err)
+	case is.Evidence != api.EvidenceAsserted || is.Source == "" || len(l.Bindings) > 1:
+		return b, nil
+	default:
+		_, digest, _ := strings.Cut(is.Source, " ")
+		return documents.Binding{
+			Evidence: documents.EvidenceAsserted, Aggregate: is.Aggregate, Kind: documents.KindStatement, Path: digest,
+		}, nil
+	}
+}
+
+// subject is what the manifest says about the base by referring to one. A subject that is not there, or is no base,
+// says nothing.
 func (p packed) subject(ctx context.Context, c *client.Client) (b documents.Binding, err error) {
 	if p.Subject.IsZero() {
 		return b, nil
@@ -101,7 +125,8 @@ func (p packed) subject(ctx context.Context, c *client.Client) (b documents.Bind
 		return b, nil
 	}
 	return documents.Binding{
-		Evidence: documents.EvidenceAsserted, Aggregate: base.Aggregate, Kind: kindSubject, Path: "subject " + p.Subject.String(),
+		Evidence: documents.EvidenceAsserted, Aggregate: base.Aggregate, Kind: kindSubject,
+		Path: "subject " + p.Subject.String(),
 	}, nil
 }
 

@@ -1,0 +1,203 @@
+// Package show is how kiln-pull shows what a registry says: rows of findings, the tree of a lineage, the table of
+// evals; for people, and as JSON for programs. Names come from strangers: none of them can act on a terminal or forge a
+// row.
+package show
+
+import (
+	"encoding/json"
+	"fmt"
+	"io"
+	"strings"
+	"text/tabwriter"
+	"time"
+
+	"github.com/kiln-registry/kiln-registry/api"
+	"github.com/kiln-registry/kiln-registry/api/client"
+	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/internal/cli"
+)
+
+// Rows writes findings as they come: a listing has no bound. It is not safe for concurrent use.
+type Rows struct {
+	Count    int    // rows written so far
+	registry string // host of the references
+	json     *json.Encoder
+	table    *tabwriter.Writer
+	archives bool // those come now, and their title is not yet written
+	err      error
+}
+
+// NewRows returns Rows that write to w what the registry at a host says.
+func NewRows(w io.Writer, registry string, asJSON bool) *Rows {
+	if asJSON {
+		return &Rows{registry: registry, json: json.NewEncoder(w)}
+	}
+	return &Rows{registry: registry, table: tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)}
+}
+
+// Base writes a manifest that holds a base.
+func (o *Rows) Base(s identity.Summary, packaging identity.Digest, h api.Held) {
+	o.head(func() string {
+		return fmt.Sprintf("base %s: %s, %s", s.Aggregate, cli.Count(s.ShardCount, "shard"), cli.Bytes(int64(s.TotalSize)))
+	})
+	if o.json != nil {
+		o.encode(struct {
+			Kind      api.Kind         `json:"kind"`
+			Packaging identity.Digest  `json:"packaging"`
+			Identity  identity.Summary `json:"base_weight_identity"`
+			Reference string           `json:"reference"`
+			api.Held
+		}{api.KindBase, packaging, s, Reference(o.registry, h), h})
+		return
+	}
+	o.row(api.KindBase, h, "", "bytes", "held", "packaging "+packaging.Hex()[:12])
+}
+
+// Artifact writes an artifact that was made from a base.
+func (o *Rows) Artifact(x api.Artifact) {
+	o.head(func() string {
+		if x.Binding.Aggregate.IsZero() {
+			return "no base recorded"
+		}
+		return fmt.Sprintf("base %s: %s", x.Binding.Aggregate, held(x.Binding))
+	})
+	if o.json != nil {
+		o.encode(struct {
+			api.Artifact
+			Reference string `json:"reference"`
+			Archive   bool   `json:"archive,omitempty"` // nothing can resume from it exactly, or be shown to run on its base
+		}{x, Reference(o.registry, x.Held), Archive(x)})
+		return
+	}
+	o.row(x.Kind, x.Held, x.Name, string(x.Binding.Evidence), held(x.Binding), note(x))
+}
+
+// Archives begins the rows of archives, which are listed apart.
+func (o *Rows) Archives() { o.archives = true }
+
+// Archive says whether an artifact is a Kiln record without the full manifest of its base.
+func Archive(x api.Artifact) bool {
+	return x.Binding.Evidence == api.EvidenceAggregateOnly || x.Facts != nil && x.Facts.Legacy
+}
+
+// Reference is the text that names exactly one manifest of a repository.
+func Reference(registry string, h api.Held) string {
+	return client.Reference{Host: registry, Repo: h.Repository, Digest: h.Digest}.String()
+}
+
+func held(b api.Binding) string {
+	switch {
+	case b.Aggregate.IsZero():
+		return "-"
+	case b.Held:
+		return "held"
+	}
+	return "not held"
+}
+
+// note is what else a row says: links that are no more than names among it.
+func note(x api.Artifact) string {
+	var notes []string
+	if x.Binding.Source != "" {
+		notes = append(notes, "by "+shortened(x.Binding.Source))
+	}
+	f := x.Facts
+	switch {
+	case f == nil:
+	case f.Adapter != nil && f.Adapter.Parent != "":
+		notes = append(notes, fmt.Sprintf("from adapter %q (weak: by name)", f.Adapter.Parent))
+	case f.Eval != nil:
+		if names := onAdapters(*f.Eval); len(names) > 0 {
+			notes = append(notes, fmt.Sprintf("on adapter %s", strings.Join(names, ", ")))
+		}
+	case f.Statement != nil:
+		notes = append(notes, fmt.Sprintf("%s, says %q", f.Statement.Type, f.Statement.By))
+	}
+	return strings.Join(notes, "; ")
+}
+
+// maxNames is how many names of adapters a row has.
+const maxNames = 4
+
+// onAdapters names the adapters that an eval ran on, and marks those that it knows by name only.
+func onAdapters(e api.EvalFacts) (names []string) {
+	strong := map[string]bool{}
+	for _, r := range e.Runs {
+		strong[r.Adapter] = strong[r.Adapter] || r.AdapterContent != ""
+	}
+	for _, name := range e.Adapters {
+		switch {
+		case name == "":
+			continue
+		case len(names) == maxNames:
+			return append(names, "and more")
+		case strong[name]:
+			names = append(names, fmt.Sprintf("%q", name))
+		default:
+			names = append(names, fmt.Sprintf("%q (weak: by name)", name))
+		}
+	}
+	return names
+}
+
+// shortened cuts the digest in a text of a kind and a digest.
+func shortened(s string) string {
+	what, digest, ok := strings.Cut(s, "sha256:")
+	if !ok || len(digest) < 12 {
+		return s
+	}
+	return what + "sha256:" + digest[:12]
+}
+
+const header = "KIND\tREFERENCE\tTAGS\tNAME\tEVIDENCE\tBASE\tCREATED\tNOTE"
+
+func (o *Rows) head(title func() string) {
+	if o.Count++; o.table == nil {
+		return
+	}
+	if o.Count == 1 {
+		fmt.Fprintln(o.table, title())
+	}
+	if o.archives {
+		fmt.Fprintln(o.table, "\narchives: Kiln records without the full manifest of their base")
+	}
+	if o.Count == 1 || o.archives {
+		fmt.Fprintln(o.table, header)
+	}
+	o.archives = false
+}
+
+func (o *Rows) row(kind api.Kind, h api.Held, name, evidence, base, note string) {
+	tags := strings.Join(h.Tags, ",")
+	if h.MoreTags {
+		tags += ",..."
+	}
+	cells := []string{string(kind), Reference(o.registry, h), tags, name, evidence, base, moment(h.Created), note}
+	for i, c := range cells {
+		if cells[i] = client.Escape(c); c == "" {
+			cells[i] = "-"
+		}
+	}
+	fmt.Fprintln(o.table, strings.TrimSuffix(strings.Join(cells, "\t"), "\t-"))
+}
+
+func moment(t time.Time) string {
+	if t.IsZero() {
+		return "-"
+	}
+	return t.UTC().Format(time.RFC3339)
+}
+
+func (o *Rows) encode(v any) {
+	if o.err == nil {
+		o.err = o.json.Encode(v)
+	}
+}
+
+// Flush writes what is there.
+func (o *Rows) Flush() error {
+	if o.table != nil {
+		return o.table.Flush()
+	}
+	return o.err
+}

@@ -1,0 +1,109 @@
+package show
+
+import (
+	"cmp"
+	"encoding/json"
+	"fmt"
+	"io"
+	"slices"
+	"strings"
+	"text/tabwriter"
+	"time"
+
+	"github.com/kiln-registry/kiln-registry/api"
+	"github.com/kiln-registry/kiln-registry/api/client"
+)
+
+// Score is one suite that was run on one model.
+type Score struct {
+	api.EvalRun
+	Weak      bool      `json:"weak,omitempty"` // the adapter is known by name only: another one may be meant
+	Evidence  string    `json:"evidence"`       // what the eval's base rests on
+	Eval      string    `json:"eval"`           // its reference
+	Name      string    `json:"name,omitempty"` // what the eval calls itself
+	Published time.Time `json:"pushed_at,omitzero"`
+}
+
+// ScoresOf returns the scores of an eval. Of is the name of an adapter, to return only the runs on that; empty: all.
+func ScoresOf(registry string, x api.Artifact, of string) (scores []Score) {
+	if x.Facts == nil || x.Facts.Eval == nil {
+		return nil
+	}
+	for _, r := range x.Facts.Eval.Runs {
+		if of != "" && r.Adapter != of {
+			continue
+		}
+		scores = append(scores, Score{
+			EvalRun: r, Weak: r.Adapter != "" && r.AdapterContent == "", Evidence: string(x.Binding.Evidence),
+			Eval: Reference(registry, x.Held), Name: x.Name, Published: x.Created,
+		})
+	}
+	return scores
+}
+
+// date is when a run finished or, where that is not recorded, when its eval was pushed.
+func (s Score) date() time.Time {
+	if !s.Finished.IsZero() {
+		return s.Finished
+	}
+	return s.Published
+}
+
+// model names what a suite was run on.
+func (s Score) model() string {
+	switch {
+	case s.Adapter == "":
+		return "base"
+	case s.Weak:
+		return fmt.Sprintf("%q (weak: by name)", s.Adapter)
+	}
+	return fmt.Sprintf("%q %s", s.Adapter, cut(strings.TrimPrefix(s.AdapterContent, "sha256:"), 12))
+}
+
+func cut(s string, n int) string { return s[:min(n, len(s))] }
+
+// Sort orders scores so that those which can be compared stand together: by suite and its content, then by model, the
+// newest first.
+func Sort(scores []Score) {
+	slices.SortFunc(scores, func(a, b Score) int {
+		return cmp.Or(cmp.Compare(a.Suite, b.Suite), cmp.Compare(a.SuiteHash, b.SuiteHash), cmp.Compare(a.Adapter, b.Adapter),
+			cmp.Compare(a.AdapterContent, b.AdapterContent), b.date().Compare(a.date()), cmp.Compare(a.Eval, b.Eval))
+	})
+}
+
+// WriteScores writes sorted scores: as a table, or one JSON object a line.
+func WriteScores(w io.Writer, scores []Score, asJSON bool) error {
+	if asJSON {
+		e := json.NewEncoder(w)
+		for _, s := range scores {
+			if err := e.Encode(s); err != nil {
+				return err
+			}
+		}
+		return nil
+	}
+	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
+	fmt.Fprintln(t, "SUITE\tCONTENT\tMODEL\tACCURACY\t95% INTERVAL\tEXAMPLES\tSEED\tDATE\tEVIDENCE\tEVAL")
+	for _, s := range scores {
+		accuracy, interval := "-", "-"
+		if s.Accuracy != nil {
+			accuracy = percent(*s.Accuracy)
+		}
+		if s.Low != nil && s.High != nil {
+			interval = percent(*s.Low) + " to " + percent(*s.High)
+		}
+		cells := []string{
+			s.Suite, cut(s.SuiteHash, 12), s.model(), accuracy, interval, fmt.Sprint(s.Examples), s.Seed,
+			s.date().UTC().Format(time.DateOnly), s.Evidence, s.Eval,
+		}
+		for i, c := range cells {
+			if cells[i] = client.Escape(c); c == "" {
+				cells[i] = "-"
+			}
+		}
+		fmt.Fprintln(t, strings.Join(cells, "\t"))
+	}
+	return t.Flush()
+}
+
+func percent(v float64) string { return fmt.Sprintf("%.1f%%", 100*v) }

@@ -1,0 +1,316 @@
+package show
+
+import (
+	"cmp"
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"slices"
+	"strings"
+
+	"github.com/kiln-registry/kiln-registry/api"
+	"github.com/kiln-registry/kiln-registry/api/client"
+	"github.com/kiln-registry/kiln-registry/identity"
+)
+
+const (
+	maxDepth = 12  // of a tree
+	maxNodes = 500 // of a tree
+)
+
+// Links returns what an artifact names and what names it. One that is not there is api.ErrManifestUnknown.
+type Links func(ctx context.Context, d identity.Digest) (api.Lineage, error)
+
+// Node is an artifact in a tree, or what a link names that is not held.
+type Node struct {
+	api.Link
+	Repeated bool   `json:"repeated,omitempty"` // its own nodes are shown where it stands first
+	Cut      bool   `json:"cut,omitempty"`      // it may have nodes that are not shown: the tree is deep or large enough
+	Nodes    []Node `json:"nodes,omitempty"`
+}
+
+// Tree is the lineage of a base or of an artifact.
+type Tree struct {
+	Base     identity.Aggregate `json:"base_aggregate_sha256,omitzero"`
+	Held     bool               `json:"base_held"`
+	Artifact *api.Artifact      `json:"artifact,omitempty"` // nil: it is the tree of the base
+	From     []Node             `json:"made_from"`          // each with what it was made from itself
+	Uses     []Node             `json:"used_by"`            // each with what was made from it
+	More     bool               `json:"more,omitempty"`     // there are artifacts that are not shown
+}
+
+// walker grows a tree. Each artifact is asked for once.
+type walker struct {
+	ctx   context.Context
+	links Links
+	known map[identity.Digest]api.Lineage
+	shown map[identity.Digest]bool
+	nodes int
+}
+
+func newWalker(ctx context.Context, links Links) *walker {
+	return &walker{ctx: ctx, links: links, known: map[identity.Digest]api.Lineage{}, shown: map[identity.Digest]bool{}}
+}
+
+// OfArtifact is the tree of one artifact: above it what it was made from, below it what was made from it.
+func OfArtifact(ctx context.Context, d identity.Digest, links Links) (Tree, error) {
+	up := newWalker(ctx, links)
+	root, err := up.ask(d)
+	if err != nil {
+		return Tree{}, err
+	}
+	t := Tree{Artifact: &root.Artifact, Base: root.Artifact.Binding.Aggregate, Held: root.Artifact.Binding.Held}
+	up.shown[d] = true
+	if t.From, err = up.grow(root, above, 1); err != nil {
+		return t, err
+	}
+	down := newWalker(ctx, links)
+	down.known, down.shown[d] = up.known, true
+	t.Uses, err = down.grow(root, below, 1)
+	return t, err
+}
+
+// OfBase is the tree of what was made from a base, of which all lists some; more says that there are others.
+func OfBase(ctx context.Context, base identity.Aggregate, all []api.Artifact, more bool, links Links) (Tree, error) {
+	t := Tree{Base: base, More: more || len(all) > maxNodes}
+	all = all[:min(len(all), maxNodes)]
+	w := newWalker(ctx, links)
+	listed := map[identity.Digest]bool{}
+	for _, x := range all {
+		listed[x.Digest] = true
+		t.Held = t.Held || x.Binding.Held
+	}
+	all = slices.Clone(all)
+	slices.SortStableFunc(all, func(a, b api.Artifact) int { return cmp.Compare(order[a.Kind], order[b.Kind]) })
+	var first, rest []api.Artifact // rest lies below others or, in a cycle, below itself
+	for _, x := range all {
+		l, err := w.ask(x.Digest)
+		if err == nil && x.Kind == api.KindBase && t.From == nil { // all packagings of a base have the same sources
+			t.From, err = newWalker(ctx, links).grow(l, above, 1)
+		}
+		if err != nil {
+			return t, err
+		}
+		if slices.ContainsFunc(above(l), func(up api.Link) bool { return up.Artifact != nil && listed[up.Artifact.Digest] }) {
+			rest = append(rest, x)
+		} else {
+			first = append(first, x)
+		}
+	}
+	for _, x := range append(first, rest...) {
+		if w.shown[x.Digest] {
+			continue
+		}
+		n, err := w.node(api.Link{Artifact: &x}, below, 1)
+		if err != nil {
+			return t, err
+		}
+		t.Uses = append(t.Uses, n)
+	}
+	return t, nil
+}
+
+// order is that of kinds in a tree: what others are made from comes first.
+var order = map[api.Kind]int{
+	api.KindBase: 0, api.KindAdapter: 1, api.KindCheckpoint: 2, api.KindEval: 3, api.KindReceipt: 4, api.KindStatement: 5,
+}
+
+// above are the links to what an artifact was made from. A receipt is named by its adapter, but comes after it.
+func above(l api.Lineage) (links []api.Link) {
+	for _, p := range l.Parents {
+		if p.Relation != api.RelationReceipt {
+			links = append(links, p)
+		}
+	}
+	for _, c := range l.Children {
+		if c.Relation == api.RelationReceipt {
+			links = append(links, c)
+		}
+	}
+	return links
+}
+
+// below are the links to what was made from an artifact, or belongs to it.
+func below(l api.Lineage) (links []api.Link) {
+	for _, c := range l.Children {
+		if c.Relation != api.RelationReceipt {
+			links = append(links, c)
+		}
+	}
+	for _, p := range l.Parents {
+		if p.Relation == api.RelationReceipt {
+			links = append(links, p)
+		}
+	}
+	return links
+}
+
+// ask returns what is known of an artifact. One that is gone meanwhile has no links.
+func (w *walker) ask(d identity.Digest) (api.Lineage, error) {
+	if l, ok := w.known[d]; ok {
+		return l, nil
+	}
+	l, err := w.links(w.ctx, d)
+	if err != nil {
+		return l, err
+	}
+	w.known[d] = l
+	return l, nil
+}
+
+// grow returns the nodes in one direction from an artifact.
+func (w *walker) grow(l api.Lineage, way func(api.Lineage) []api.Link, depth int) (nodes []Node, err error) {
+	links := way(l)
+	slices.SortStableFunc(links, func(a, b api.Link) int {
+		return cmp.Or(cmp.Compare(kindOf(a), kindOf(b)), cmp.Compare(a.Relation, b.Relation))
+	})
+	at := map[identity.Digest]int{}
+	for _, x := range links {
+		if x.Artifact != nil {
+			if i, twice := at[x.Artifact.Digest]; twice { // in two relations: one node, as strong as the stronger
+				nodes[i].Weak = nodes[i].Weak && x.Weak
+				continue
+			}
+			at[x.Artifact.Digest] = len(nodes)
+		}
+		n, err := w.node(x, way, depth)
+		if err != nil {
+			return nodes, err
+		}
+		nodes = append(nodes, n)
+	}
+	return nodes, nil
+}
+
+func kindOf(l api.Link) int {
+	if l.Artifact == nil {
+		return len(order)
+	}
+	return order[l.Artifact.Kind]
+}
+
+// node returns the node of a link, with those beyond it.
+func (w *walker) node(x api.Link, way func(api.Lineage) []api.Link, depth int) (n Node, err error) {
+	n.Link = x
+	w.nodes++
+	switch {
+	case x.Artifact == nil:
+		return n, nil
+	case w.shown[x.Artifact.Digest]:
+		n.Repeated = true
+		return n, nil
+	case depth == maxDepth || w.nodes >= maxNodes:
+		n.Cut = true
+		return n, nil
+	}
+	w.shown[x.Artifact.Digest] = true
+	l, err := w.ask(x.Artifact.Digest)
+	if err != nil {
+		return n, err
+	}
+	n.Nodes, err = w.grow(l, way, depth+1)
+	return n, err
+}
+
+// Write writes the tree: indented for people, or as one JSON object.
+func (t Tree) Write(w io.Writer, registry string, asJSON bool) error {
+	if asJSON {
+		return json.NewEncoder(w).Encode(struct {
+			Event string `json:"event"` // tree
+			Tree
+		}{"tree", t})
+	}
+	p := printer{w: w, registry: registry}
+	base := "base not recorded"
+	if !t.Base.IsZero() {
+		base = fmt.Sprintf("base %s (%s)", t.Base, held(api.Binding{Aggregate: t.Base, Held: t.Held}))
+	}
+	if t.Artifact == nil {
+		p.line(0, base)
+		p.section("made from", "", t.From)
+		p.section("used by", "", t.Uses)
+	} else {
+		p.line(0, p.name(api.Link{Artifact: t.Artifact}))
+		p.section("made from", fmt.Sprintf("%s, evidence %s", base, t.Artifact.Binding.Evidence), t.From)
+		p.section("used by", "", t.Uses)
+	}
+	if t.More {
+		p.line(1, fmt.Sprintf("... and others: only %d are shown", maxNodes))
+	}
+	return p.err
+}
+
+type printer struct {
+	w        io.Writer
+	registry string
+	err      error
+}
+
+func (p *printer) line(depth int, text string) {
+	if p.err == nil {
+		_, p.err = fmt.Fprintf(p.w, "%s%s\n", strings.Repeat("  ", depth), client.Escape(text))
+	}
+}
+
+// section writes nodes below a title, which is left out if there is nothing below it.
+func (p *printer) section(title, first string, nodes []Node) {
+	if first == "" && len(nodes) == 0 {
+		return
+	}
+	if p.line(1, title); first != "" {
+		p.line(2, first)
+	}
+	p.nodes(2, nodes)
+}
+
+func (p *printer) nodes(depth int, nodes []Node) {
+	for _, n := range nodes {
+		text := p.name(n.Link)
+		switch {
+		case n.How != "":
+			text = n.Relation + " (" + n.How + "): " + text
+		case n.Relation != "":
+			text = n.Relation + ": " + text
+		}
+		if n.Weak {
+			text += " (weak: by name)"
+		}
+		switch {
+		case n.Repeated:
+			text += " (shown above)"
+		case n.Cut:
+			text += " (... and on)"
+		}
+		p.line(depth, text)
+		p.nodes(depth+1, n.Nodes)
+	}
+}
+
+// name is a node on one line.
+func (p *printer) name(l api.Link) string {
+	switch x := l.Artifact; {
+	case x == nil && !l.Aggregate.IsZero():
+		return fmt.Sprintf("base %s (not held)", l.Aggregate)
+	case x == nil && !l.Digest.IsZero():
+		return fmt.Sprintf("%s (not held)", l.Digest)
+	case x == nil:
+		return fmt.Sprintf("%q (not held)", l.Name)
+	default:
+		kind := string(x.Kind)
+		if kind == "" {
+			kind = "artifact"
+		}
+		text := kind + " " + Reference(p.registry, x.Held)
+		if x.Name != "" {
+			text += fmt.Sprintf(" %q", x.Name)
+		}
+		if len(x.Tags) > 0 {
+			text += " " + strings.Join(x.Tags, ",")
+		}
+		if Archive(*x) {
+			text += " (archive)"
+		}
+		return text
+	}
+}
