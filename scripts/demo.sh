@@ -76,6 +76,35 @@ printf '\nGET http://127.0.0.1:%s/health\n' "$resident"
 fetch "http://127.0.0.1:$resident/health"
 run kiln-push compare model "http://127.0.0.1:$resident/health"
 
+step "what a training run made from those bytes"
+kiln-push identify --quiet --json model >base.json
+printf '\n$ go run ./internal/testrun -base base.json run\n'
+(cd "$root" && go run ./internal/testrun -base "$scratch/base.json" "$scratch/run")
+exact=run/sql-checkpoint-step-00000001.kiln-checkpoint
+archival=run/old-checkpoint-step-00000001.kiln-checkpoint
+run kiln-push adapter run/sql "$KILN_REGISTRY/demo/sql:v1"
+run kiln-push adapter run/plain "$KILN_REGISTRY/lab/plain:v1" --base "$KILN_REGISTRY/lab/other-name:v7"
+run kiln-push checkpoint "$exact" "$KILN_REGISTRY/demo/sql:step-1"
+run kiln-push checkpoint "$archival" "$KILN_REGISTRY/demo/old:step-1" --legacy
+run kiln-push eval run/eval.json "$KILN_REGISTRY/demo/sql-eval:v1"
+
+step "all of it, by the one aggregate"
+run kiln-pull find "$aggregate" | tee found
+for made in demo/sql lab/plain demo/old demo/sql-eval; do
+  grep -q "$made" found
+done
+run kiln-pull find "$KILN_REGISTRY/demo/sql:v1" --tree
+run kiln-pull find "$aggregate" --table
+
+step "may a run go on from a checkpoint exactly?"
+run kiln-pull check-resume "$exact" --base model --request run/request.json --provenance run/provenance.json
+step "no: the same bytes under other file names, other bytes, a checkpoint without the digests of the shards"
+no kiln-pull check-resume "$exact" --base pulled --request run/request.json --provenance run/provenance.json
+printf '\n$ go run ./internal/testmodel -size 1MB -seed 2 other\n'
+(cd "$root" && go run ./internal/testmodel -size 1MB -seed 2 "$scratch/other")
+no kiln-pull check-resume "$exact" --base other --request run/request.json --provenance run/provenance.json
+no kiln-pull check-resume "$archival" --base model --request run/request.json --provenance run/provenance.json
+
 if [ "${STORE:-}" = s3 ]; then
   step "kill the registry, lose its machine, make the index anew from the bucket"
   run kiln-registry export "${store[@]}" >before

@@ -71,3 +71,10 @@ run() {
   printf '\n$ %s\n' "$*" >&2
   "$@"
 }
+
+# no is run for a command whose answer must be no: exit code 1.
+no() {
+  local rc=0
+  run "$@" || rc=$?
+  [ "$rc" = 1 ] || { echo "error: want the answer no, exit code 1, got $rc" >&2; return 1; }
+}
