@@ -211,6 +211,15 @@ type Health struct {
 	Checks             []Check           `json:"checks"`
 	Quarantined        int               `json:"quarantined_blobs,omitempty"` // damaged, and not served until pushed again
 	Missing            int               `json:"missing_blobs,omitempty"`     // referred to, and gone until pushed again
+
+	// ExecutionIdentity is what a server that runs the model says of process, build, device and kernels; nil: nothing.
+	ExecutionIdentity *ExecutionIdentity `json:"execution_identity,omitempty"`
+}
+
+// ExecutionIdentity is the part of a kiln.execution-provenance.v1 summary that can be compared. It is a digest in its
+// prefixed form; empty or any other text: not known.
+type ExecutionIdentity struct {
+	Provenance string `json:"provenance_sha256"`
 }
 
 // Check is one condition of health.

@@ -46,9 +46,11 @@ type Side struct {
 	Name     string             // as it was given
 	Summary  identity.Summary   // ShardCount and TotalSize are zero where only the aggregate is known
 	Manifest *identity.Manifest // nil: the shards are not known
-	shard    func(ctx context.Context, s identity.Shard) (io.ReadCloser, error)
-	client   *client.Client
-	unlisted string // why the shards are not known
+	// Provenance is that of the execution which a server states in its health answer; zero: none.
+	Provenance identity.Digest
+	shard      func(ctx context.Context, s identity.Shard) (io.ReadCloser, error)
+	client     *client.Client
+	unlisted   string // why the shards are not known
 }
 
 // Learn asks a registry for the shards of a side of which only the aggregate is known. Where it can't tell, they stay
@@ -125,7 +127,11 @@ func healthSide(ctx context.Context, name string, dial Dial) (Side, error) {
 	if err := checkSummary(*h.BaseWeightIdentity); err != nil {
 		return Side{}, fmt.Errorf("%s: base_weight_identity can't be compared: %w", name, err)
 	}
-	return Side{Name: name, Summary: *h.BaseWeightIdentity}, nil
+	s := Side{Name: name, Summary: *h.BaseWeightIdentity}
+	if e := h.ExecutionIdentity; e != nil {
+		s.Provenance, _ = identity.ParseDigest(e.Provenance) // zero where it is none
+	}
+	return s, nil
 }
 
 // checkSummary refuses a summary of another kind, which says nothing about the same bytes, and one that no base can have.

@@ -17,8 +17,10 @@ import (
 	"github.com/kiln-registry/kiln-registry/internal/strictjson"
 )
 
-// maxHealth bounds the answer of a health check, in bytes.
-const maxHealth = 4 << 20
+const (
+	maxHealth = 4 << 20  // bounds the answer of a health check, in bytes
+	maxState  = 16 << 20 // bounds a model state, which holds the full manifest of its base, in bytes
+)
 
 // Bases lists at most limit base models that the caller may pull, in order of aggregate, from the one that follows
 // after, which is empty or the Next of the page before. A limit of zero leaves the number to the registry.
@@ -199,6 +201,43 @@ func (c *Client) Health(ctx context.Context, url string) (h api.Health, err erro
 		return h, fmt.Errorf("%s: answer %s is no health report: %w", url, strconv.Itoa(resp.StatusCode), err)
 	}
 	return h, nil
+}
+
+// ModelState is what a server says of its model where its debug answers are enabled.
+type ModelState struct {
+	Manifest   *identity.Manifest // nil: it has no base identity
+	Provenance []byte             // of its execution, an unchecked kiln.execution-provenance.v1; nil: not recorded
+}
+
+// ModelState asks any address that ends in /v1/debug/model-state. It gets no token but at the client's own registry.
+// Servers refuse with 403 while the answer is not enabled: that is a *StatusError. The manifest is checked.
+func (c *Client) ModelState(ctx context.Context, url string) (m ModelState, err error) {
+	resp, err := c.do(ctx, call{method: http.MethodGet, path: url}, http.StatusOK)
+	if err != nil {
+		return m, err
+	}
+	defer resp.Body.Close()
+	var state struct {
+		Model struct {
+			Manifest   *identity.Manifest `json:"base_weight_shard_manifest"`
+			Provenance json.RawMessage    `json:"execution_provenance"`
+		} `json:"model"`
+	}
+	b, err := bounded(resp, maxState)
+	if err == nil {
+		err = strictjson.Read(b, func(r *strictjson.Reader) error { return r.Skip() })
+	}
+	if err == nil {
+		err = json.Unmarshal(b, &state)
+	}
+	if err != nil {
+		return m, fmt.Errorf("%s: the answer is no model state: %w", url, err)
+	}
+	if p := state.Model.Provenance; len(p) > 0 && string(p) != "null" {
+		m.Provenance = p
+	}
+	m.Manifest = state.Model.Manifest
+	return m, nil
 }
 
 // identityMember is the member of a health report that names a base.

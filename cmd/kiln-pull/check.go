@@ -21,8 +21,8 @@ import (
 )
 
 const longCheck = "Of a REF only the documents are fetched; files are compared by the digests that the registry\n" +
-	"keeps. The base is a folder, a FILE with a shard manifest, a REF, an AGGREGATE, or the address of a server, of which\n" +
-	"/health is read.\n\n" +
+	"keeps. The base is a folder, a FILE with a shard manifest, a REF, an AGGREGATE, or the address of a server, of\n" +
+	"which /health is read and, where that is enabled, /v1/debug/model-state.\n\n" +
 	"Exit code 0: yes; 1: no; 2: it can't be told, since something is not recorded or was not given."
 
 // checkFlags are those of the commands that answer a question about an artifact and a base.
@@ -69,7 +69,7 @@ func checkCommand(kind api.Kind, path, short, example string) *cobra.Command {
 
 func (f *checkFlags) check(ctx context.Context, kind api.Kind, name string, stdout, stderr io.Writer) error {
 	show := f.show(stderr)
-	a, h, _, err := f.read(ctx, kind, name, show)
+	a, h, err := f.read(ctx, kind, name, show)
 	show.Close()
 	if err != nil {
 		return err
@@ -94,38 +94,26 @@ func dial(f *cli.Flags, show *progress.Show) transfer.Dial {
 
 // read reads the artifact, the base at hand and the provenance.
 func (f *checkFlags) read(ctx context.Context, kind api.Kind, name string, show *progress.Show) (
-	a made.Artifact, h made.Here, p *documents.Provenance, err error,
+	a made.Artifact, h made.Here, err error,
 ) {
-	if p, err = f.readProvenance(); err != nil {
-		return a, h, nil, err
+	var provenance []byte
+	if f.provenance != "" {
+		if provenance, err = readDocument(f.provenance); err != nil {
+			return a, h, err
+		}
 	}
 	if a, err = made.Open(ctx, kind, name, dial(&f.Flags, show), show.Watch); err != nil {
-		return a, h, nil, err
+		return a, h, err
 	}
 	if f.base != "" {
 		if h, err = made.OpenHere(ctx, f.base, dial(&f.Flags, show), show.Watch); err != nil {
-			return a, h, nil, err
+			return a, h, err
 		}
 	}
-	if p != nil {
-		h.Identities = p.Identities()
+	if err = h.Run(provenance); err != nil {
+		err = fmt.Errorf("%s: %w", f.provenance, err)
 	}
-	return a, h, p, nil
-}
-
-func (f *checkFlags) readProvenance() (*documents.Provenance, error) {
-	if f.provenance == "" {
-		return nil, nil
-	}
-	b, err := readDocument(f.provenance)
-	if err != nil {
-		return nil, err
-	}
-	p, err := documents.ParseProvenance(b)
-	if err != nil {
-		return nil, fmt.Errorf("%s: %w", f.provenance, err)
-	}
-	return p, nil
+	return a, h, err
 }
 
 // readDocument reads a file that a flag names.
@@ -309,13 +297,14 @@ func (f *checkFlags) resume(ctx context.Context, name, request string, stdout, s
 		return err
 	}
 	show := f.show(stderr)
-	a, h, p, err := f.read(ctx, api.KindCheckpoint, name, show)
+	a, h, err := f.read(ctx, api.KindCheckpoint, name, show)
 	show.Close()
 	if err != nil {
 		return err
 	}
-	report := resume.Decide(*a.Checkpoint, q, resume.Current{Base: h.Base, Provenance: p, FilesChecked: true})
-	return writeReport(stdout, f.JSON, a, h, report)
+	return writeReport(stdout, f.JSON, a, h, resume.Decide(*a.Checkpoint, q, resume.Current{
+		Base: h.Base, Provenance: h.Provenance, ProvenanceDigest: h.Identities.Provenance, FilesChecked: true,
+	}))
 }
 
 func readRequest(path string) (q resume.Request, err error) {

@@ -110,6 +110,9 @@ type subject struct {
 	plan      transfer.Plan      // zero: it was not given as a REF
 }
 
+// isMade says whether it was given as a REF of something that was made from a base.
+func (s subject) isMade() bool { return !s.plan.Manifest.IsZero() && s.plan.Kind != api.KindBase }
+
 func (f *findFlags) find(ctx context.Context, arg string, stdout, stderr io.Writer) error {
 	s, err := f.subject(ctx, arg, stderr)
 	if err != nil {
@@ -239,15 +242,17 @@ func (f *findFlags) ofBases() bool {
 func (f *findFlags) writeRows(ctx context.Context, c *client.Client, s subject, stdout io.Writer) error {
 	out := show.NewRows(stdout, s.registry, f.JSON)
 	elsewhere := &transfer.ElsewhereError{Aggregate: s.aggregate, Repo: f.repo}
-	if err := f.itself(ctx, c, s, out); err != nil {
-		return err
+	if s.isMade() {
+		if err := f.itself(ctx, c, &s, out); err != nil {
+			return err
+		}
 	}
 	if f.ofBases() && !s.aggregate.IsZero() {
 		if err := f.packagings(ctx, c, s.aggregate, out, elsewhere); err != nil && !errors.Is(err, api.ErrAggregateUnknown) {
 			return err
 		}
 	}
-	if f.kind != string(api.KindBase) && (s.made == nil || s.plan.Manifest.IsZero()) {
+	if f.kind != string(api.KindBase) && !s.isMade() {
 		if err := f.artifacts(ctx, c, s.aggregate, out); err != nil && !errors.Is(err, api.ErrAggregateUnknown) {
 			return err
 		}
@@ -345,16 +350,15 @@ func (f *findFlags) pages(
 	}, findPage)
 }
 
-// itself writes the row of the artifact that a REF names.
-func (f *findFlags) itself(ctx context.Context, c *client.Client, s subject, out *show.Rows) error {
-	if s.plan.Manifest.IsZero() || s.plan.Kind == api.KindBase {
-		return nil
-	}
+// itself writes the row of the artifact that a REF names, and learns its base where only the registry knows it.
+func (f *findFlags) itself(ctx context.Context, c *client.Client, s *subject, out *show.Rows) error {
 	l, err := c.Lineage(ctx, s.plan.Manifest, s.plan.Repository, "", 1)
 	if err != nil {
 		return err
 	}
-	out.Artifact(l.Artifact)
+	if out.Artifact(l.Artifact); s.aggregate.IsZero() {
+		s.aggregate = l.Artifact.Binding.Aggregate
+	}
 	return nil
 }
 
@@ -385,7 +389,7 @@ const (
 func (f *findFlags) writeTree(ctx context.Context, c *client.Client, s subject, stdout io.Writer) (err error) {
 	var t show.Tree
 	links := func(ctx context.Context, d identity.Digest) (api.Lineage, error) { return lineage(ctx, c, d, "") }
-	if !s.plan.Manifest.IsZero() && s.plan.Kind != api.KindBase {
+	if s.isMade() {
 		t, err = show.OfArtifact(ctx, s.plan.Manifest, links)
 	} else {
 		var all []api.Artifact

@@ -157,17 +157,31 @@ func derive(ts *testscript.TestScript, _ bool, args []string) {
 	pushArtifact(ts, a, ref, "STATEMENT")
 }
 
-// serving writes what a server with a model answers to a health check: serving BASE|none
+// serving writes what a server with a model answers to a health check and, with an execution provenance, as its debug
+// state: serving BASE|none [PROVENANCE]
 func serving(ts *testscript.TestScript, _ bool, args []string) {
 	answer := api.Health{Status: "ok", Role: "resident"}
-	if m := modelOf(ts, args[0]); m != nil {
+	m := modelOf(ts, args[0])
+	if m != nil {
 		s := m.Summary()
 		answer.BaseWeightIdentity = &s
 	}
-	b, err := json.Marshal(answer)
-	ts.Check(err)
-	ts.Check(os.MkdirAll(ts.MkAbs("resident"), 0o755))
-	ts.Check(os.WriteFile(ts.MkAbs("resident/health"), b, 0o644))
+	ts.Check(os.RemoveAll(ts.MkAbs("resident")))
+	put := func(name string, v any) {
+		b, err := json.Marshal(v)
+		ts.Check(err)
+		ts.Check(os.MkdirAll(filepath.Dir(ts.MkAbs(name)), 0o755))
+		ts.Check(os.WriteFile(ts.MkAbs(name), b, 0o644))
+	}
+	if len(args) > 1 {
+		p, err := documents.ParseProvenance([]byte(strings.TrimSpace(ts.ReadFile(args[1]))))
+		ts.Check(err)
+		answer.ExecutionIdentity = &api.ExecutionIdentity{Provenance: p.Digest.String()}
+		put("resident/v1/debug/model-state", map[string]any{"model": map[string]any{
+			"base_weight_shard_manifest": m, "execution_provenance": json.RawMessage(p.Raw),
+		}})
+	}
+	put("resident/health", answer)
 }
 
 // links checks that every file below a folder has one name and nothing shared is writable through another: links DIR

@@ -66,6 +66,17 @@ func TestScripts(t *testing.T) {
 // lie answers about any base with names that would work a terminal, or look like another row.
 func lie(w http.ResponseWriter, r *http.Request) {
 	const held = `"repository":"r\u001b[31m\u202e","digest":"sha256:%064d","tags":["v1\u001b[2J\u009b2J","v2\nbase forged"]`
+	const made = `{"kind":"eval","name":"n\u001b[1m\nforged",` + held + `,"binding":{"evidence":"\u001b[0m"},"facts":{"eval":{` +
+		`"adapters":["\u202e"],"runs":[{"suite":"s\u009b2J","adapter":"\u001b[0m\nforged","seed":"\u001b","examples":1}]}}}`
+	switch digest, isLineage := strings.CutSuffix(r.URL.Path, "/lineage"); {
+	case isLineage:
+		fmt.Fprintf(w, `{"artifact":{"kind":"eval","digest":%q},"parents":[{"relation":"\u001b[1m","name":"\u001b\nforged"},`+
+			`{"relation":"adapter","how":"\u001b","artifact":`+made+`}]}`, digest[len("/v1/artifacts/"):], 3)
+		return
+	case r.URL.Path == "/v1/artifacts":
+		fmt.Fprintf(w, `{"artifacts":[`+made+`]}`, 4)
+		return
+	}
 	if !strings.HasPrefix(r.URL.Path, "/v1/bases/") {
 		w.Header().Set("Content-Type", "application/json")
 		w.WriteHeader(http.StatusBadRequest)
@@ -77,7 +88,7 @@ func lie(w http.ResponseWriter, r *http.Request) {
 			fmt.Fprint(w, `{"artifacts":[],"next":"more"}`)
 			return
 		}
-		fmt.Fprintf(w, `{"artifacts":[{"kind":"\u001b[1m",`+held+`,"binding":{"evidence":"\u001b[0m"}}]}`, 2)
+		fmt.Fprintf(w, `{"artifacts":[{"kind":"\u001b[1m",`+held+`,"binding":{"evidence":"\u001b[0m"}},`+made+`]}`, 2, 5)
 		return
 	}
 	fmt.Fprintf(w, `{"base_weight_identity":{"aggregate_sha256":%q},"packagings":[{"id":"sha256:%064d","manifests":[{`+held+`}]}]}`,

@@ -3,10 +3,12 @@ package made
 import (
 	"context"
 	"errors"
+	"fmt"
 	"net/url"
 	"strings"
 
 	"github.com/kiln-registry/kiln-registry/api"
+	"github.com/kiln-registry/kiln-registry/api/client"
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/identity/documents"
 	"github.com/kiln-registry/kiln-registry/identity/resume"
@@ -19,6 +21,7 @@ type Here struct {
 	Name       string // as it was given
 	Base       resume.Base
 	Identities documents.Identities
+	Provenance *documents.Provenance // of the server that runs it; nil: only the digest in Identities is known, if that
 }
 
 // Aggregate is that of the base; zero: it is not known.
@@ -30,12 +33,12 @@ func (h Here) Aggregate() identity.Aggregate {
 }
 
 // OpenHere finds out what base a text names: a folder, which is hashed, a file with a shard manifest, an aggregate, a
-// reference, or the address of a server, of which the health answer is read. A server without a base identity is a Here
-// whose base is absent. The errors are those of transfer.OpenSide.
+// reference, or the address of a server, of which the health answer is read and, where that is enabled, its debug state.
+// A server without a base identity is a Here whose base is absent. The errors are those of transfer.OpenSide.
 func OpenHere(ctx context.Context, text string, dial transfer.Dial, w transfer.Watch) (Here, error) {
 	name := healthOf(text)
 	side, err := transfer.OpenSide(ctx, name, dial, folder.Options{AnyDType: true}, w)
-	if name != text && errors.Is(err, transfer.ErrNoIdentity) {
+	if isAddress(name) && errors.Is(err, transfer.ErrNoIdentity) {
 		return Here{Name: text, Base: resume.Base{Absent: true}}, nil
 	}
 	if err != nil {
@@ -46,13 +49,60 @@ func OpenHere(ctx context.Context, text string, dial transfer.Dial, w transfer.W
 	if side.Manifest != nil {
 		h.Base.Manifest = *side.Manifest
 	}
-	return h, nil
+	h.Identities.Provenance = side.Provenance
+	if isAddress(name) {
+		err = h.learn(ctx, name, dial)
+	}
+	return h, err
+}
+
+// learn asks a server for the full manifest and the provenance behind its health answer. Most do not give them.
+func (h *Here) learn(ctx context.Context, health string, dial transfer.Dial) error {
+	u, err := url.Parse(health)
+	if err != nil {
+		return err
+	}
+	c, err := dial(u.Host, false)
+	if err != nil {
+		return err
+	}
+	defer c.Close()
+	u.Path = strings.TrimSuffix(strings.TrimSuffix(u.Path, "/health"), "/v1") + "/v1/debug/model-state"
+	state, err := c.ModelState(ctx, u.String())
+	if refused := (*client.StatusError)(nil); errors.As(err, &refused) || errors.Is(err, client.ErrNotBlob) {
+		return nil
+	}
+	if err == nil && state.Manifest != nil && state.Manifest.Aggregate != h.Aggregate() {
+		err = fmt.Errorf("%s holds base %s, and its health answer says %s: it can't be told which", u, state.Manifest.Aggregate,
+			h.Aggregate())
+	}
+	if err != nil || state.Manifest == nil {
+		return err
+	}
+	h.Base.Manifest = *state.Manifest
+	return h.Run(state.Provenance)
+}
+
+// Run adds the execution provenance of what runs the base: a kiln.execution-provenance.v1, or nil. The error is a
+// *documents.Error.
+func (h *Here) Run(provenance []byte) (err error) {
+	if provenance == nil {
+		return nil
+	}
+	if h.Provenance, err = documents.ParseProvenance(provenance); err == nil {
+		h.Identities = h.Provenance.Identities()
+	}
+	return err
+}
+
+func isAddress(text string) bool {
+	return strings.HasPrefix(text, "http://") || strings.HasPrefix(text, "https://")
 }
 
 // healthOf completes the address of a server that was named without a path.
 func healthOf(text string) string {
 	u, err := url.Parse(text)
-	if err != nil || u.Scheme != "http" && u.Scheme != "https" {
+	if err != nil || !isAddress(text) {
 		return text
 	}
 	if strings.Trim(u.Path, "/") == "" {

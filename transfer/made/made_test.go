@@ -1,6 +1,7 @@
 package made_test
 
 import (
+	"encoding/json"
 	"errors"
 	"io/fs"
 	"net/http"
@@ -263,7 +264,27 @@ func TestOpenHere(t *testing.T) {
 			t.Errorf("%s: %+v, %v", text, h, err)
 		}
 	}
-	h, err := made.OpenHere(t.Context(), srv.URL, dial, nil)
+	state := http.NewServeMux()
+	answers := map[string]any{"/health": api.Health{Status: "ok", BaseWeightIdentity: new(w.base.Summary())}}
+	for _, path := range []string{"/health", "/v1/debug/model-state"} {
+		state.HandleFunc(path, func(rw http.ResponseWriter, _ *http.Request) { _ = json.NewEncoder(rw).Encode(answers[path]) })
+	}
+	full := httptest.NewServer(state)
+	defer full.Close()
+	answers["/v1/debug/model-state"] = map[string]any{"model": map[string]any{"base_weight_shard_manifest": w.base}}
+	h, err := made.OpenHere(t.Context(), full.URL, dial, nil)
+	if err != nil || len(h.Base.Manifest.Shards) != 1 || h.Provenance != nil {
+		t.Errorf("%+v, %v", h, err)
+	}
+	other, err := identity.New([]identity.Shard{{Filename: "x.safetensors", Size: 1}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	answers["/v1/debug/model-state"] = map[string]any{"model": map[string]any{"base_weight_shard_manifest": other}}
+	if _, err := made.OpenHere(t.Context(), full.URL, dial, nil); err == nil || !strings.Contains(err.Error(), "which") {
+		t.Errorf("two answers of one server: %v", err)
+	}
+	h, err = made.OpenHere(t.Context(), srv.URL, dial, nil)
 	if err != nil || !h.Base.Absent || !h.Aggregate().IsZero() {
 		t.Errorf("%+v, %v", h, err)
 	}

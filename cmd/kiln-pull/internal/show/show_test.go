@@ -228,7 +228,7 @@ func TestTreeEnds(t *testing.T) {
 		wide.link(api.RelationAdapter, n, "root", false)
 	}
 	asked := 0
-	tree, err = OfArtifact(t.Context(), digest("root"), func(ctx context.Context, d identity.Digest) (api.Lineage, error) {
+	_, err = OfArtifact(t.Context(), digest("root"), func(ctx context.Context, d identity.Digest) (api.Lineage, error) {
 		asked++
 		return wide.links(ctx, d)
 	})
