@@ -2,6 +2,7 @@ package registry
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -97,7 +98,7 @@ func (r *Registry) PutManifest(
 		if err := inherit(ctx, &found, repo, m.Subject, r.baseOf); err != nil {
 			return err
 		}
-		if err := r.checkSubject(ctx, c, m, found); err != nil {
+		if err := cmp.Or(r.checkSubject(ctx, c, m, found), r.checkBind(ctx, repo, found)); err != nil {
 			return err
 		}
 		put, err := recordOf(repo, m, body, found)

@@ -71,6 +71,11 @@ func disagree(why api.Code, claimed, claimedAt, other, otherAt string) error {
 	})
 }
 
+// Disagree refuses a manifest of which one place claims another base than a second one.
+func Disagree(at string, claimed identity.Aggregate, otherAt string, other identity.Aggregate) error {
+	return disagree(api.CodeAggregateConflict, claimed.String(), at, other.String(), otherAt)
+}
+
 // read reads the whole of a document. What comes is what the descriptor says, or an error.
 func read(ctx context.Context, blobs Blobs, f file, limit int64) ([]byte, error) {
 	if f.Size > limit {
