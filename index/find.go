@@ -177,11 +177,11 @@ func (ix *Index) Find(ctx context.Context, q Query) iter.Seq2[Record, error] {
 			if err := p.step(k); err != nil {
 				return nil, err
 			}
-			r, l, jump, err := w.look(t, k, v)
+			l, jump, err := w.look(t, k, v)
 			if err != nil || jump != nil || !w.wants(l) {
 				return jump, err
 			}
-			rec, size, err := t.recordOf(q, r, l)
+			rec, size, err := t.recordOf(q, &w.row, l)
 			p.add(rec, size)
 			return nil, err
 		})
@@ -255,21 +255,21 @@ func (q Query) prefix() (key, error) {
 	return k, nil
 }
 
-// readRow reads a key of a listing. last is the row before it, or any other.
-func readRow(k []byte, last row) (r row, err error) {
+// read reads a key of a listing. Texts that are as they were are used again.
+func (r *row) read(k []byte) error {
 	p := parts{left: k[1:]}
 	switch k[0] {
 	case tableAggregate, tableName, tableLink:
 		p.take(32)
-		r.group, r.repo = p.textLike(last.group), p.textLike(last.repo)
+		r.group, r.repo = p.textLike(r.group), p.textLike(r.repo)
 	case tableSubject:
-		r.repo = p.textLike(last.repo)
+		r.repo = p.textLike(r.repo)
 		p.take(64)
 	case tableRepo:
-		r.repo = p.textLike(last.repo)
+		r.repo = p.textLike(r.repo)
 	}
 	r.created, r.digest = p.time(), p.sum()
-	return r, p.err()
+	return p.err()
 }
 
 // walk is a query on its way. It is used by one goroutine.
@@ -278,7 +278,7 @@ type walk struct {
 	prefix key
 	see    func(string) bool
 	since  uint64 // inverted; rows of a greater time are older
-	last   row    // whose texts are used again
+	row    row    // the last one that look read
 	hidden bool   // where the last jump leads to tells the name of a repository that is not to be seen
 }
 
@@ -300,14 +300,13 @@ func newWalk(q Query) (w *walk, from []byte, err error) {
 	return w, from, err
 }
 
-// look reads a row: what it lists, or where to go on when the query does not want the row and others like it.
-func (w *walk) look(t tx, k, v []byte) (r row, l listed, jump []byte, err error) {
-	if r, err = readRow(k, w.last); err != nil {
-		return r, l, nil, err
+// look reads a row into w.row: what it lists, or where to go on when the query does not want the row and others like it.
+func (w *walk) look(t tx, k, v []byte) (l listed, jump []byte, err error) {
+	if err = w.row.read(k); err != nil {
+		return l, nil, err
 	}
-	w.last = r
-	if jump = w.jump(k, r); jump != nil {
-		return r, l, jump, nil
+	if jump = w.jump(k); jump != nil {
+		return l, jump, nil
 	}
 	switch k[0] {
 	case tableAggregate:
@@ -315,9 +314,9 @@ func (w *walk) look(t tx, k, v []byte) (r row, l listed, jump []byte, err error)
 			l, err = decodeListed(v)
 		}
 	case tableName:
-		l, err = t.listedAs(w.Aggregate, r)
+		l, err = t.listedAs(w.Aggregate, &w.row)
 	}
-	return r, l, nil, err
+	return l, nil, err
 }
 
 // wants says whether the query wants a row that look returned.
@@ -326,7 +325,8 @@ func (w *walk) wants(l listed) bool {
 }
 
 // jump returns where to go on when the query does not want a row; nil: it wants it.
-func (w *walk) jump(k []byte, r row) []byte {
+func (w *walk) jump(k []byte) []byte {
+	r := &w.row
 	grouped := k[0] == tableAggregate || k[0] == tableName || k[0] == tableLink
 	w.hidden = false
 	group := key(k[: 34+len(r.group) : 34+len(r.group)]) // of such a key: table, 32 bytes, the group and its zero
@@ -375,7 +375,7 @@ func onceEach(see func(string) bool) func(string) bool {
 }
 
 // listedAs loads the row by aggregate of what another listing lists.
-func (t tx) listedAs(a identity.Aggregate, r row) (listed, error) {
+func (t tx) listedAs(a identity.Aggregate, r *row) (listed, error) {
 	k := in(tableAggregate).sum(a).text(r.group).text(r.repo).ascending(r.created).sum(r.digest)
 	b, err := t.load(k)
 	if err != nil {
@@ -388,7 +388,7 @@ func (t tx) listedAs(a identity.Aggregate, r row) (listed, error) {
 }
 
 // recordOf loads the record of a listing's row, and the size of its value.
-func (t tx) recordOf(q Query, r row, l listed) (Record, int, error) {
+func (t tx) recordOf(q Query, r *row, l listed) (Record, int, error) {
 	rec, size, err := t.listed(r)
 	if !q.Target.IsZero() {
 		rec.Relation = r.group
@@ -400,7 +400,7 @@ func (t tx) recordOf(q Query, r row, l listed) (Record, int, error) {
 }
 
 // listed loads the record that a row is about, and the size of its value.
-func (t tx) listed(r row) (Record, int, error) {
+func (t tx) listed(r *row) (Record, int, error) {
 	b, err := t.load(manifestKey(r.repo, r.digest, partRecord))
 	if err != nil {
 		return Record{}, 0, err
@@ -435,7 +435,7 @@ func (q Query) start() ([]byte, error) {
 	if err != nil || len(k) > maxKey || !bytes.HasPrefix(k, prefix) {
 		return nil, fmt.Errorf("%.80q: %w", q.After, ErrCursor)
 	}
-	if _, err := readRow(k, row{}); err != nil && !passedBy(k) {
+	if err := new(row).read(k); err != nil && !passedBy(k) {
 		return nil, fmt.Errorf("%.80q: %w", q.After, ErrCursor)
 	}
 	return append(k, 0), nil
@@ -483,7 +483,7 @@ func (ix *Index) Bases(
 			if err != nil || !found {
 				return after(of), err
 			}
-			rec, size, err := t.listed(r)
+			rec, size, err := t.listed(&r)
 			p.add(rec, size)
 			return after(of), err
 		})
@@ -498,15 +498,14 @@ func (t tx) newest(q Query, steps *int) (best row, found bool, err error) {
 	}
 	err = t.walk(from, after(w.prefix), func(k, _ []byte) ([]byte, error) {
 		*steps++
-		r, err := readRow(k, row{})
-		if err != nil {
+		if err := w.row.read(k); err != nil {
 			return nil, err
 		}
-		if jump := w.jump(k, r); jump != nil {
+		if jump := w.jump(k); jump != nil {
 			return jump, nil
 		}
-		if !found || r.created < best.created {
-			best, found = r, true
+		if !found || w.row.created < best.created {
+			best, found = w.row, true
 		}
 		return after(k[:len(k)-rowEnd]), nil // the others of the repository are older
 	})

@@ -427,7 +427,7 @@ func (ix *Index) Listing(ctx context.Context, q Query, n int, buf []byte) (p Pag
 			return p, err
 		}
 	}
-	p.Next, err = ix.page(ctx, q, n, func(_ tx, _ row, l listed) (int, error) {
+	p.Next, err = ix.page(ctx, q, n, func(_ tx, _ *row, l listed) (int, error) {
 		before := len(p.JSON)
 		if p.Rows++; p.Rows > 1 {
 			p.JSON = append(p.JSON, ',')
@@ -440,7 +440,7 @@ func (ix *Index) Listing(ctx context.Context, q Query, n int, buf []byte) (p Pag
 
 // Records is Listing for any query, with records as Find yields them.
 func (ix *Index) Records(ctx context.Context, q Query, n int) (records []Record, next string, err error) {
-	next, err = ix.page(ctx, q, n, func(t tx, r row, l listed) (int, error) {
+	next, err = ix.page(ctx, q, n, func(t tx, r *row, l listed) (int, error) {
 		rec, size, err := t.recordOf(q, r, l)
 		records = append(records, rec)
 		return size, err
@@ -450,7 +450,7 @@ func (ix *Index) Records(ctx context.Context, q Query, n int) (records []Record,
 
 // page has take read up to n rows of a query, and returns where the next page starts. That never tells the name of a
 // repository that is not to be seen: past those it goes on, however many there are.
-func (ix *Index) page(ctx context.Context, q Query, n int, take func(tx, row, listed) (int, error)) (string, error) {
+func (ix *Index) page(ctx context.Context, q Query, n int, take func(tx, *row, listed) (int, error)) (string, error) {
 	w, from, err := newWalk(q)
 	if err != nil {
 		return "", err
@@ -468,7 +468,7 @@ func (ix *Index) page(ctx context.Context, q Query, n int, take func(tx, row, li
 					return nil, errStop
 				}
 				steps++
-				r, l, jump, err := w.look(t, k, v)
+				l, jump, err := w.look(t, k, v)
 				switch {
 				case err != nil:
 					return nil, err
@@ -482,7 +482,7 @@ func (ix *Index) page(ctx context.Context, q Query, n int, take func(tx, row, li
 					full = true
 					return nil, errStop
 				default:
-					more, err := take(t, r, l)
+					more, err := take(t, &w.row, l)
 					if err != nil {
 						return nil, err
 					}
@@ -517,7 +517,7 @@ func (ix *Index) Holds(
 			if err := p.step(k); err != nil {
 				return nil, err
 			}
-			_, _, jump, err := w.look(t, k, v)
+			_, jump, err := w.look(t, k, v)
 			if err != nil || jump != nil {
 				return jump, err
 			}
