@@ -18,6 +18,7 @@ import (
 )
 
 func TestGlobs(t *testing.T) {
+	odd := strings.Split("team/|team//a|team/a/|team/a//b|/|//|/a|a/|a\n|team/a\n/b|a.b|a/b/c|a||team|team/\xff|team-1/x", "|")
 	for glob, repos := range map[string]string{
 		"team/*":    "team/a team/a-b !team !team/a/b !other/a !xteam/a",
 		"team/**":   "team/a team/a/b/c !team !teamx/a",
@@ -36,6 +37,11 @@ func TestGlobs(t *testing.T) {
 			repo, not := strings.CutPrefix(repo, "!")
 			if re.MatchString(repo) == not {
 				t.Errorf("%s on %s: got %v", glob, repo, not)
+			}
+		}
+		for _, repo := range odd {
+			if got, want := re.matches(repo), re.MatchString(repo); got != want {
+				t.Errorf("%s on %q: got %v, want %v as by its expression", glob, repo, got, want)
 			}
 		}
 	}

@@ -89,7 +89,7 @@ type rule struct {
 func (r rule) has(a Action) bool { return slices.Contains(r.actions, a) }
 
 func (r rule) allows(a Action, repo string) bool {
-	return r.has(a) && slices.ContainsFunc(r.repos, func(g glob) bool { return g.MatchString(repo) })
+	return r.has(a) && slices.ContainsFunc(r.repos, func(g glob) bool { return g.matches(repo) })
 }
 
 func (f File) compile() (*ruleset, error) {
@@ -165,6 +165,22 @@ type glob struct {
 	*regexp.Regexp
 	start string // of every name that matches
 	exact bool   // start is the only name that matches
+	tail  bool   // start and any components behind it match
+}
+
+// matches says whether a name matches. Where a glob has no star, or ends with its only one, ** as a component, that takes
+// no regular expression: listings ask for each repository.
+func (g glob) matches(repo string) bool {
+	switch {
+	case g.exact:
+		return repo == g.start
+	case !strings.HasPrefix(repo, g.start):
+		return false
+	case g.tail:
+		rest := repo[len(g.start):]
+		return rest != "" && rest[0] != '/' && rest[len(rest)-1] != '/' && !strings.Contains(rest, "//")
+	}
+	return g.MatchString(repo)
 }
 
 // next returns the first name in byte order, not before repo, that may match.
@@ -196,5 +212,5 @@ func compileGlob(g string) (glob, error) {
 	}
 	re, err := regexp.Compile(`^` + strings.Join(parts, "/") + `$`)
 	start, _, wild := strings.Cut(g, "*")
-	return glob{re, start, !wild}, err
+	return glob{re, start, !wild, g == start+"**"}, err
 }
