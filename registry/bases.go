@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"net/http"
+	"sync"
 	"time"
 
 	"github.com/kiln-registry/kiln-registry/api"
@@ -24,9 +25,13 @@ const (
 	maxCompareBytes = 4 << 20
 	// maxQuestionBytes is the largest body of a question about compatibility: two such manifests and a resume request.
 	maxQuestionBytes = 16 << 20
-	// firstBuffer is room for a short page of artifacts, in bytes.
-	firstBuffer = 16 << 10
+	// maxKept is the largest page of artifacts, in bytes, whose memory is kept for the next one.
+	maxKept = 1 << 20
 )
+
+// pages holds the memory of pages of artifacts that were sent: a page each time anew would be most of what a listing
+// costs.
+var pages = sync.Pool{New: func() any { return new([]byte) }}
 
 // Bases lists up to n base models that the caller may pull, in order of aggregate, after one; zero means from the
 // start.
@@ -186,12 +191,14 @@ func (r *Registry) BaseManifest(
 }
 
 // Artifacts lists what was made from a base, whether that base is held here or not, or what nothing binds to one: kind
-// by kind, repository by repository, newest first in each. The answer is an api.ArtifactList as JSON.
-func (r *Registry) Artifacts(ctx context.Context, c access.Caller, f answers.Filter, n int) ([]byte, error) {
+// by kind, repository by repository, newest first in each. The answer is an api.ArtifactList as JSON, appended to buf.
+func (r *Registry) Artifacts(
+	ctx context.Context, c access.Caller, f answers.Filter, n int, buf []byte,
+) ([]byte, error) {
 	if err := c.CheckAnywhere(access.Pull); err != nil {
 		return nil, err
 	}
-	page, err := r.desk.Artifacts(ctx, c, f, n, append(make([]byte, 0, firstBuffer), `{"artifacts":[`...))
+	page, err := r.desk.Artifacts(ctx, c, f, n, append(buf, `{"artifacts":[`...))
 	if err != nil {
 		return nil, err
 	}
@@ -351,11 +358,16 @@ func (r *Registry) writeArtifacts(w *response, q *request, f answers.Filter) (er
 	if err != nil {
 		return err
 	}
-	b, err := r.Artifacts(q.Context(), q.caller, f, max(n, 1))
+	buf := pages.Get().(*[]byte)
+	defer pages.Put(buf)
+	b, err := r.Artifacts(q.Context(), q.caller, f, max(n, 1), (*buf)[:0])
 	if err != nil {
 		return err
 	}
-	return w.bytes(q, http.StatusOK, "application/json", append(b, '\n'))
+	if b = append(b, '\n'); cap(b) <= maxKept {
+		*buf = b
+	}
+	return w.bytes(q, http.StatusOK, "application/json", b)
 }
 
 // since returns the time of the query from which on artifacts are listed: a moment, or a day in UTC.

@@ -184,7 +184,7 @@ func manifest(number int) []byte {
 
 const (
 	bases      = 1000 // in the registry of the find table
-	findAsks   = 1000 // of each kind, in each round
+	findAsks   = 3000 // of each kind, in each round
 	findPage   = 100
 	fewSeen    = 3
 	seedNumber = 17 // the base that is asked for
