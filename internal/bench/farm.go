@@ -213,6 +213,7 @@ func adapter(number int) index.PutManifest {
 			ArtifactType: api.ArtifactTypeAdapter, Annotations: annotations, Kind: api.KindAdapter,
 			State: api.ContentNone, Aggregate: baseAggregate, Evidence: api.EvidenceAsserted,
 			Subject: identity.Sum(baseManifest),
+			Facts:   fmt.Appendf(nil, `{"source":"subject %s"}`, identity.Sum(baseManifest)),
 		},
 		Manifest: text, Refers: []identity.Digest{config, layer},
 	}

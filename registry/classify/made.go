@@ -2,6 +2,7 @@ package classify
 
 import (
 	"path"
+	"reflect"
 
 	"github.com/kiln-registry/kiln-registry/api"
 	"github.com/kiln-registry/kiln-registry/identity"
@@ -35,6 +36,9 @@ func (m *made) adapter() error {
 		}
 	} else {
 		facts.Weights, facts.Config = sums[names.Model], sums[names.Config]
+	}
+	if reflect.ValueOf(*facts).IsZero() {
+		m.Facts.Adapter = nil // it has no file that this could be read from
 	}
 	if _, err := strongest(m.claims...); err != nil || receipt == nil {
 		return err
