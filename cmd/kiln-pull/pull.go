@@ -16,6 +16,7 @@ import (
 	"github.com/kiln-registry/kiln-registry/api"
 	"github.com/kiln-registry/kiln-registry/api/client"
 	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/identity/resume"
 	"github.com/kiln-registry/kiln-registry/internal/cli"
 	"github.com/kiln-registry/kiln-registry/internal/cli/progress"
 	"github.com/kiln-registry/kiln-registry/transfer"
@@ -206,6 +207,9 @@ func (p pulled) write(w io.Writer, asJSON bool) error {
 	default:
 		fmt.Fprintf(t, "state\tpulled, verified at %s: %s received, %s resumed, %s reused\n", at,
 			cli.Bytes(out.Received), cli.Bytes(out.Resumed), files(out.Reused))
+	}
+	if out.MadeFrom != nil && !out.MadeFrom.Aggregate.IsZero() {
+		fmt.Fprintf(t, "not proven\t%s\n", resume.NotProven)
 	}
 	return t.Flush()
 }
