@@ -131,18 +131,8 @@ func explain(err error) error {
 	var elsewhere *transfer.ElsewhereError
 	var odd *transfer.AggregateError
 	var rule *safetensors.Error
-	var refused *artifact.Error
-	var health *transfer.HealthError
 	code, hint := 0, ""
 	switch {
-	case errors.As(err, &refused):
-		code, hint = cli.CodeBadInput, refused.Hint
-	case errors.As(err, &health) && cli.Code(err) == cli.CodeUnreachable:
-		code, hint = cli.CodeUnreachable, "check the address, and that the model is resident there (kiln-pull resident)"
-	case errors.Is(err, made.ErrNotMade), errors.Is(err, transfer.ErrNoIdentity):
-		code = cli.CodeUsage
-	case errors.Is(err, folder.ErrChanged):
-		code, hint = cli.CodeBadInput, "let whatever writes there finish, then run it again"
 	case errors.Is(err, staging.ErrBusy):
 		code, hint = cli.CodeTryAgain, "wait for it, or stop it; the next pull goes on from where it is"
 	case errors.Is(err, staging.ErrLost):
@@ -182,8 +172,30 @@ func explain(err error) error {
 		code = cli.CodeBadInput
 		hint = "files behind links are not read here; cp -rL FOLDER COPY makes a folder of regular files"
 	default:
-		return err
+		return explainMade(err)
 	}
+	return explained(err, code, hint)
+}
+
+// explainMade is explain for the errors of what was made from a base.
+func explainMade(err error) error {
+	var refused *artifact.Error
+	var health *transfer.HealthError
+	switch {
+	case errors.As(err, &refused):
+		return explained(err, cli.CodeBadInput, refused.Hint)
+	case errors.As(err, &health) && cli.Code(err) == cli.CodeUnreachable:
+		return explained(err, cli.CodeUnreachable,
+			"check the address, and that the model is resident there (kiln-pull resident)")
+	case errors.Is(err, made.ErrNotMade), errors.Is(err, transfer.ErrNoIdentity):
+		return explained(err, cli.CodeUsage, "")
+	case errors.Is(err, folder.ErrChanged):
+		return explained(err, cli.CodeBadInput, "let whatever writes there finish, then run it again")
+	}
+	return err
+}
+
+func explained(err error, code int, hint string) error {
 	if hint != "" {
 		err = cli.Hint(err, hint)
 	}
