@@ -33,6 +33,8 @@ type EvalRow struct {
 	Legacy     bool            `json:"legacy,omitempty"`
 	Run        *EvalRun        `json:"run,omitempty"`
 	Binding    Binding         `json:"binding"`
+	// Unavailable: the eval is damaged or missing here, and this is what was found when it was pushed.
+	Unavailable bool `json:"document_unavailable,omitempty"`
 	// Manifest is the full manifest of the base as the eval has it, else that of a base of this aggregate that is held
 	// here; absent: neither.
 	Manifest  *identity.Manifest `json:"base_weight_shard_manifest,omitempty"`

@@ -434,6 +434,23 @@ func TestEvalRows(t *testing.T) {
 	})
 }
 
+// An eval whose document is gone is still in the table, as it was found.
+func TestEvalRowsWithoutTheDocument(t *testing.T) {
+	f := grow(newServer(t))
+	base := shardsOf(t, f.server, f.a)
+	f.remove(testartifact.Row("1", base))
+	f.reindexed("without an eval")
+	a := f.want(200, "GET", api.PathEvals(f.a), nil)
+	if bytes.Count(a.body, []byte("\n")) != 3 || bytes.Count(a.body, []byte(`"document_unavailable":true`)) != 1 ||
+		bytes.Count(a.body, []byte(`"base_weight_shard_manifest"`)) != 3 {
+		t.Error(a)
+	}
+	if _, a := f.ask(used("lab/rows:e3", &api.Side{Aggregate: f.a}, nil)); a.status != 404 ||
+		a.code() != api.CodeBlobUnknown {
+		t.Error(a)
+	}
+}
+
 // Who may see one repository learns nothing of the others, from no answer.
 func TestAnswersShowOnlyWhatMayBePulled(t *testing.T) {
 	f := grow(newServer(t))

@@ -5,6 +5,7 @@ import (
 	"errors"
 
 	"github.com/kiln-registry/kiln-registry/api"
+	"github.com/kiln-registry/kiln-registry/blobstore"
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/index"
 	"github.com/kiln-registry/kiln-registry/registry/access"
@@ -66,10 +67,13 @@ func (v *view) eval(
 		switch {
 		case errors.Is(err, index.ErrNotFound): // deleted meanwhile
 			return nil
+		case unreadable(err):
+			row.Unavailable = true
 		case err != nil:
 			return err
+		default:
+			row.Manifest, runs = &said, all
 		}
-		row.Manifest, runs = &said, all
 	}
 	if len(runs) == 0 {
 		return yield(row)
@@ -81,6 +85,13 @@ func (v *view) eval(
 		}
 	}
 	return nil
+}
+
+// unreadable says whether a document can't be read any more: its blob is gone or damaged, or it was taken by other
+// rules. What was found of it then is in the facts.
+func unreadable(err error) bool {
+	return errors.Is(err, blobstore.ErrNotFound) || errors.Is(err, blobstore.ErrDamaged) ||
+		errors.Is(err, classify.ErrDamaged) || errors.Is(err, api.ErrManifestInvalid)
 }
 
 // evalDocument reads the manifest that an eval holds, and all its runs.

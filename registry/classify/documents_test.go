@@ -440,6 +440,53 @@ func TestLargeDocuments(t *testing.T) {
 	}
 }
 
+// Whatever a document holds, it is refused or kept within bounds, and reads back as it was found.
+func FuzzDocuments(f *testing.F) {
+	base := baseOf(f, 1)
+	seeds := map[string][]byte{"train_receipt.json": testartifact.Receipt("demo", identity.Sum(nil), base)}
+	for _, l := range append(adapterOf(f, base), checkpointOf(f, base, true)...) {
+		seeds[l.name] = l.body
+	}
+	for name, b := range seeds {
+		f.Add(name, "", b)
+	}
+	f.Add("e.json", "eval", testartifact.Eval("e", "demo", base))
+	f.Add("e.jsonl", "eval", testartifact.Row("1", base))
+	f.Add("s.json", "statement", bind(f, identity.Sum(nil), base.Aggregate))
+	f.Fuzz(func(t *testing.T, name, kind string, text []byte) {
+		s := blobs{}
+		var notes map[string]string
+		if kind != "" {
+			notes = map[string]string{api.AnnotationKind: kind}
+		}
+		m, err := Parse(imageType, s.manifest("", notes, layer{raw, name, text, nil}))
+		if err != nil {
+			return
+		}
+		a, err := Classify(t.Context(), s, m)
+		if err != nil {
+			if !errors.Is(err, api.ErrManifestInvalid) {
+				t.Fatal(err)
+			}
+			return
+		}
+		found := Finding{Artifact: a, Rules: Rules}
+		found.Claim = identity.Aggregate{}
+		kept, err := found.Encode(m)
+		if err != nil {
+			t.Fatal(err)
+		}
+		back, err := ParseFinding(m, kept)
+		if err != nil || !reflect.DeepEqual(back, found) {
+			t.Fatalf("%s: %+v, want %+v, %v", kept, back, found, err)
+		}
+		if b, err := json.Marshal(a.Facts); err != nil || len(b) > MaxFacts || len(a.Facts.Name) > maxLabel ||
+			len(Links(a.Kind, a.Facts)) > maxLinks {
+			t.Fatalf("%d bytes, %v", len(b), err)
+		}
+	})
+}
+
 func BenchmarkClassifyAdapter(b *testing.B) {
 	for _, shards := range []int{1, 64, identity.MaxShards} {
 		b.Run(fmt.Sprintf("shards=%d", shards), func(b *testing.B) {
