@@ -422,25 +422,42 @@ func (ix *Index) Listing(ctx context.Context, q Query, n int, buf []byte) (p Pag
 		return p, errors.New("listing: want an aggregate, or what is unbound")
 	}
 	p.JSON = buf
-	if !q.Aggregate.IsZero() {
-		if p.Held, err = ix.Holds(ctx, q.Aggregate, q.See, q.Next); err != nil {
-			return p, err
+	first := func(t tx) error {
+		if q.Aggregate.IsZero() {
+			return nil
 		}
+		w, from, err := newWalk(Query{Aggregate: q.Aggregate, Kind: api.KindBase, See: q.See, Next: q.Next})
+		if err != nil {
+			return err
+		}
+		var more []byte
+		if p.Held, more, err = t.holds(w, from, ix.limits.steps); err == nil && more != nil {
+			err = errMore
+		}
+		return err
 	}
-	p.Next, err = ix.page(ctx, q, n, func(_ tx, _ *row, l listed) (int, error) {
+	take := func(_ tx, _ *row, l listed) (int, error) {
 		before := len(p.JSON)
 		if p.Rows++; p.Rows > 1 {
 			p.JSON = append(p.JSON, ',')
 		}
 		p.JSON = l.appendTo(p.JSON, p.Held)
 		return len(p.JSON) - before, nil
-	})
+	}
+	if p.Next, err = ix.page(ctx, q, n, first, take); err == errMore {
+		if p.Held, err = ix.Holds(ctx, q.Aggregate, q.See, q.Next); err == nil {
+			p.Next, err = ix.page(ctx, q, n, nil, take)
+		}
+	}
 	return p, err
 }
 
+// errMore: a question takes more than one transaction.
+var errMore = errors.New("more steps than one transaction has")
+
 // Records is Listing for any query, with records as Find yields them.
 func (ix *Index) Records(ctx context.Context, q Query, n int) (records []Record, next string, err error) {
-	next, err = ix.page(ctx, q, n, func(t tx, r *row, l listed) (int, error) {
+	next, err = ix.page(ctx, q, n, nil, func(t tx, r *row, l listed) (int, error) {
 		rec, size, err := t.recordOf(q, r, l)
 		records = append(records, rec)
 		return size, err
@@ -448,9 +465,12 @@ func (ix *Index) Records(ctx context.Context, q Query, n int) (records []Record,
 	return records, next, err
 }
 
-// page has take read up to n rows of a query, and returns where the next page starts. That never tells the name of a
+// page has take read up to n rows of a query, once first has used the transaction, and returns where the next page starts.
+// That never tells the name of a
 // repository that is not to be seen: past those it goes on, however many there are.
-func (ix *Index) page(ctx context.Context, q Query, n int, take func(tx, *row, listed) (int, error)) (string, error) {
+func (ix *Index) page(
+	ctx context.Context, q Query, n int, first func(tx) error, take func(tx, *row, listed) (int, error),
+) (string, error) {
 	w, from, err := newWalk(q)
 	if err != nil {
 		return "", err
@@ -462,6 +482,12 @@ func (ix *Index) page(ctx context.Context, q Query, n int, take func(tx, *row, l
 		steps, full := 0, false
 		var next []byte
 		err := ix.view(ctx, func(t tx) error {
+			if first != nil {
+				if err := first(t); err != nil {
+					return err
+				}
+				first = nil
+			}
 			return t.walk(from, after(w.prefix), func(k, v []byte) ([]byte, error) {
 				if steps == ix.limits.steps {
 					next = bytes.Clone(k)
@@ -507,26 +533,32 @@ func (ix *Index) page(ctx context.Context, q Query, n int, take func(tx, *row, l
 // Holds says whether see lets a base of the aggregate be seen. See Query for see and next, which may be nil.
 func (ix *Index) Holds(
 	ctx context.Context, a identity.Aggregate, see func(string) bool, next func(string) (string, bool),
-) (bool, error) {
+) (held bool, err error) {
 	w, from, err := newWalk(Query{Aggregate: a, Kind: api.KindBase, See: see, Next: next})
-	if err != nil {
-		return false, err
-	}
-	found := paged(ctx, ix, from, func(t tx, from []byte, p *page[struct{}]) error {
-		return t.walk(from, after(w.prefix), func(k, v []byte) ([]byte, error) {
-			if err := p.step(k); err != nil {
-				return nil, err
-			}
-			_, jump, err := w.look(t, k, v)
-			if err != nil || jump != nil {
-				return jump, err
-			}
-			p.add(struct{}{}, 0)
-			return nil, errStop
+	for err == nil && from != nil {
+		err = ix.view(ctx, func(t tx) (err error) {
+			held, from, err = t.holds(w, from, ix.limits.steps)
+			return err
 		})
-	})
-	for _, err := range found {
-		return err == nil, err
 	}
-	return false, nil
+	return held, err
+}
+
+// holds says whether a walk from a key on comes to a row that can be seen. Where that takes more steps it returns the key
+// to go on from.
+func (t tx) holds(w *walk, from []byte, steps int) (held bool, next []byte, err error) {
+	err = t.walk(from, after(w.prefix), func(k, v []byte) ([]byte, error) {
+		if steps == 0 {
+			next = bytes.Clone(k)
+			return nil, errStop
+		}
+		steps--
+		_, jump, err := w.look(t, k, v)
+		if err != nil || jump != nil {
+			return jump, err
+		}
+		held = true
+		return nil, errStop
+	})
+	return held, next, err
 }
