@@ -466,8 +466,7 @@ func (ix *Index) Records(ctx context.Context, q Query, n int) (records []Record,
 }
 
 // page has take read up to n rows of a query, once first has used the transaction, and returns where the next page starts.
-// That never tells the name of a
-// repository that is not to be seen: past those it goes on, however many there are.
+// That never tells the name of a repository that is not to be seen: past those it goes on, however many there are.
 func (ix *Index) page(
 	ctx context.Context, q Query, n int, first func(tx) error, take func(tx, *row, listed) (int, error),
 ) (string, error) {
@@ -475,59 +474,70 @@ func (ix *Index) page(
 	if err != nil {
 		return "", err
 	}
-	n = max(n, 1)
-	rows, size := 0, 0
-	var at []byte // everything up to it is done
+	p := paging{walk: w, most: max(n, 1), take: take}
 	for tries := 1; ; tries++ {
-		steps, full := 0, false
-		var next []byte
+		p.steps, p.next = ix.limits.steps, nil
 		err := ix.view(ctx, func(t tx) error {
-			if first != nil {
+			if tries == 1 && first != nil {
 				if err := first(t); err != nil {
 					return err
 				}
-				first = nil
 			}
-			return t.walk(from, after(w.prefix), func(k, v []byte) ([]byte, error) {
-				if steps == ix.limits.steps {
-					next = bytes.Clone(k)
-					return nil, errStop
-				}
-				steps++
-				l, jump, err := w.look(t, k, v)
-				switch {
-				case err != nil:
-					return nil, err
-				case jump != nil:
-					if !w.hidden {
-						at = append(at[:0], jump...)
-					}
-					return jump, nil
-				case !w.wants(l):
-				case rows == n || rows > 0 && size >= maxPageBytes:
-					full = true
-					return nil, errStop
-				default:
-					more, err := take(t, &w.row, l)
-					if err != nil {
-						return nil, err
-					}
-					rows, size = rows+1, size+more
-				}
-				at = append(at[:0], k...)
-				return nil, nil
-			})
+			return t.walk(from, after(w.prefix), func(k, v []byte) ([]byte, error) { return p.visit(t, k, v) })
 		})
 		switch {
 		case err != nil:
 			return "", err
-		case full || next != nil && tries >= maxTries && !w.hidden:
-			return base64.RawURLEncoding.EncodeToString(at), nil
-		case next == nil:
+		case p.full || p.next != nil && tries >= maxTries && !w.hidden:
+			return base64.RawURLEncoding.EncodeToString(p.at), nil
+		case p.next == nil:
 			return "", nil
 		}
-		from = next
+		from = p.next
 	}
+}
+
+// paging is a page on its way.
+type paging struct {
+	*walk
+	take       func(tx, *row, listed) (int, error)
+	most       int    // rows
+	rows, size int    // taken so far, with their bytes
+	full       bool   // and there is another row
+	at         []byte // all up to it is done
+	steps      int    // left in this transaction
+	next       []byte // where the next transaction goes on; nil: there is none
+}
+
+// visit looks at one row, as the walk of a transaction has it.
+func (p *paging) visit(t tx, k, v []byte) ([]byte, error) {
+	if p.steps == 0 {
+		p.next = bytes.Clone(k)
+		return nil, errStop
+	}
+	p.steps--
+	l, jump, err := p.look(t, k, v)
+	switch {
+	case err != nil:
+		return nil, err
+	case jump != nil:
+		if !p.hidden {
+			p.at = append(p.at[:0], jump...)
+		}
+		return jump, nil
+	case !p.wants(l):
+	case p.rows == p.most || p.rows > 0 && p.size >= maxPageBytes:
+		p.full = true
+		return nil, errStop
+	default:
+		size, err := p.take(t, &p.row, l)
+		if err != nil {
+			return nil, err
+		}
+		p.rows, p.size = p.rows+1, p.size+size
+	}
+	p.at = append(p.at[:0], k...)
+	return nil, nil
 }
 
 // Holds says whether see lets a base of the aggregate be seen. See Query for see and next, which may be nil.
