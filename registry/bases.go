@@ -311,7 +311,7 @@ func (r *Registry) getBaseManifest(w *response, q *request) error {
 
 // repoParam returns the repository of the query, or nothing.
 func (q *request) repoParam() (string, error) {
-	repo := q.URL.Query().Get("repo")
+	repo := q.values().Get("repo")
 	if repo == "" {
 		return "", nil
 	}
@@ -337,7 +337,7 @@ func (r *Registry) getUnbound(w *response, q *request) error {
 
 // writeArtifacts answers with a page of what the query selects of f.
 func (r *Registry) writeArtifacts(w *response, q *request, f answers.Filter) (err error) {
-	query := q.URL.Query()
+	query := q.values()
 	f.Kind, f.Name, f.After = api.Kind(query.Get("kind")), query.Get("name"), query.Get("after")
 	f.Evidence = api.Evidence(query.Get("binding"))
 	if f.Repo, err = q.repoParam(); err != nil {
@@ -372,7 +372,7 @@ func (r *Registry) writeArtifacts(w *response, q *request, f answers.Filter) (er
 
 // since returns the time of the query from which on artifacts are listed: a moment, or a day in UTC.
 func (q *request) since() (t time.Time, err error) {
-	s := q.URL.Query().Get("since")
+	s := q.values().Get("since")
 	if s == "" {
 		return t, nil
 	}

@@ -139,6 +139,15 @@ type request struct {
 	caller access.Caller
 	idle   time.Duration
 	body   *progressReader
+	query  url.Values // of the URL, once values has read it
+}
+
+// values returns the query of the URL. It must not be changed.
+func (q *request) values() url.Values {
+	if q.query == nil {
+		q.query = q.URL.Query()
+	}
+	return q.query
 }
 
 // serve wraps a handler: it finds the caller, turns an error into an answer, logs and counts. Deadlines move with
@@ -412,7 +421,7 @@ func (q *request) aggregate() (identity.Aggregate, error) {
 
 // number returns a number of the query: def if it is absent, most if it is larger.
 func (q *request) number(name string, def, most int) (int, error) {
-	s := q.URL.Query().Get(name)
+	s := q.values().Get(name)
 	if s == "" {
 		return def, nil
 	}
@@ -474,13 +483,24 @@ type response struct {
 	sent    *atomic.Int64 // over all answers
 	status  int
 	n       int64
+
+	extended time.Time // when extend last moved the deadline
 }
+
+// extends is the part of an idle period for which extend leaves the deadline as it is: to move it costs more than to look
+// at the clock.
+const extends = 256
 
 // Unwrap is for http.ResponseController.
 func (w *response) Unwrap() http.ResponseWriter { return w.ResponseWriter }
 
 func (w *response) extend() {
-	_ = w.control.SetWriteDeadline(time.Now().Add(w.idle)) // not every ResponseWriter has deadlines
+	now := time.Now()
+	if now.Sub(w.extended) < w.idle/extends {
+		return
+	}
+	w.extended = now
+	_ = w.control.SetWriteDeadline(now.Add(w.idle)) // not every ResponseWriter has deadlines
 }
 
 func (w *response) WriteHeader(status int) {
