@@ -3,7 +3,6 @@ package registry
 import (
 	"cmp"
 	"context"
-	"crypto/rand"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -81,10 +80,27 @@ var routes = []route{
 	{"POST", "/v1/compatibility", access.Pull, (*Registry).postCompatibility},
 }
 
+// newRouter looks for a route among those below /v1/ or among all others: mux tries one after the other.
 func newRouter(r *Registry) http.Handler {
+	ours := func(path string) bool { return strings.HasPrefix(path, "/v1/") }
+	v1 := routerOf(r, ours)
+	others := routerOf(r, func(path string) bool { return !ours(path) })
+	return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+		if ours(req.URL.Path) {
+			v1.ServeHTTP(w, req)
+			return
+		}
+		others.ServeHTTP(w, req)
+	})
+}
+
+// routerOf has the routes of some paths, and answers everything else with errors.
+func routerOf(r *Registry, has func(path string) bool) http.Handler {
 	m := mux.NewRouter().UseEncodedPath().SkipClean(true)
 	for _, rt := range routes {
-		m.HandleFunc(rt.path, r.serve(rt)).Methods(strings.Fields(rt.methods)...)
+		if has(rt.path) {
+			m.HandleFunc(rt.path, r.serve(rt)).Methods(strings.Fields(rt.methods)...)
+		}
 	}
 	m.NotFoundHandler = r.serve(route{need: nobody, handle: func(*Registry, *response, *request) error {
 		return api.Errorf(api.CodeRouteUnknown, "")
@@ -107,30 +123,6 @@ func allowed(m *mux.Router, r *http.Request) (methods []string) {
 	}
 	return methods
 }
-
-// Served describes a request that was answered.
-type Served struct {
-	Route   string // the path of its row of the route table, with names in braces; empty: there is none
-	Method  string // as the client sent it
-	Status  int
-	In, Out int64 // bytes of the bodies
-	Took    time.Duration
-	Err     error // why it was refused, or the answer broke off; nil: neither
-}
-
-// Traffic is what went over the connections since the registry was made, requests that run included.
-type Traffic struct {
-	Received, Sent int64 // bytes of bodies
-	Running        int64 // requests that are being answered
-}
-
-// Traffic returns the traffic so far.
-func (r *Registry) Traffic() Traffic {
-	return Traffic{r.traffic.received.Load(), r.traffic.sent.Load(), r.traffic.running.Load()}
-}
-
-// traffic counts as the bytes pass.
-type traffic struct{ received, sent, running atomic.Int64 }
 
 // request is a request whose caller is known.
 type request struct {
@@ -246,17 +238,6 @@ func isUnknown(err error) bool {
 	}
 	e := asAPI(err)
 	return e.Status() == http.StatusNotFound && e.Code != api.CodeRouteUnknown || e.Code == api.CodeManifestBlobUnknown
-}
-
-// requestID returns the id that a client gave its request, if it can stand in a log, else a new one.
-func requestID(given string) string {
-	strange := func(c rune) bool {
-		return (c < '0' || c > '9') && (c < 'a' || c > 'z') && (c < 'A' || c > 'Z') && c != '-' && c != '_' && c != '.'
-	}
-	if given == "" || len(given) > 64 || strings.ContainsFunc(given, strange) {
-		return rand.Text()
-	}
-	return given
 }
 
 // refuseChange refuses what would change something, if the registry is read-only.

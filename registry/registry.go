@@ -9,11 +9,13 @@ package registry
 
 import (
 	"context"
+	"crypto/rand"
 	"errors"
 	"fmt"
 	"log/slog"
 	"net/http"
 	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -502,4 +504,39 @@ func (w *watermark) start(at blobstore.Position) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.returned, w.pending, w.pinned, w.floor = at, nil, false, 0
+}
+
+// Served describes a request that was answered.
+type Served struct {
+	Route   string // the path of its row of the route table, with names in braces; empty: there is none
+	Method  string // as the client sent it
+	Status  int
+	In, Out int64 // bytes of the bodies
+	Took    time.Duration
+	Err     error // why it was refused, or the answer broke off; nil: neither
+}
+
+// Traffic is what went over the connections since the registry was made, requests that run included.
+type Traffic struct {
+	Received, Sent int64 // bytes of bodies
+	Running        int64 // requests that are being answered
+}
+
+// Traffic returns the traffic so far.
+func (r *Registry) Traffic() Traffic {
+	return Traffic{r.traffic.received.Load(), r.traffic.sent.Load(), r.traffic.running.Load()}
+}
+
+// traffic counts as the bytes pass.
+type traffic struct{ received, sent, running atomic.Int64 }
+
+// requestID returns the id that a client gave its request, if it can stand in a log, else a new one.
+func requestID(given string) string {
+	strange := func(c rune) bool {
+		return (c < '0' || c > '9') && (c < 'a' || c > 'z') && (c < 'A' || c > 'Z') && c != '-' && c != '_' && c != '.'
+	}
+	if given == "" || len(given) > 64 || strings.ContainsFunc(given, strange) {
+		return rand.Text()
+	}
+	return given
 }
