@@ -202,19 +202,34 @@ func (r *Registry) Artifacts(
 	if err != nil {
 		return nil, err
 	}
-	rest := api.ArtifactList{NotProven: api.NotProven, Next: page.Next}
+	out := append(page.JSON, ']')
 	bad, err := r.unavailable(ctx)
 	if err == nil && page.Held && len(bad) > 0 {
-		rest.UnavailableShards, err = r.unavailableOf(ctx, c, f.Aggregate, bad)
+		out, err = r.appendUnavailable(ctx, c, f.Aggregate, bad, out)
 	}
 	if err != nil {
 		return nil, err
 	}
-	b, err := json.Marshal(rest)
-	if err != nil {
-		return nil, err
+	out = append(append(out, `,"not_proven":`...), notProven...)
+	if page.Next != "" {
+		out = append(append(append(out, `,"next":"`...), page.Next...), '"') // a cursor needs no escapes
 	}
-	return append(append(page.JSON, ']'), bytes.TrimPrefix(b, []byte(`{"artifacts":null`))...), nil
+	return append(out, '}'), nil
+}
+
+// notProven is the JSON of api.NotProven.
+var notProven, _ = json.Marshal(api.NotProven) // a list of texts always has one
+
+// appendUnavailable appends the shards of a base that are in bad, as a member of an api.ArtifactList, if there are any.
+func (r *Registry) appendUnavailable(
+	ctx context.Context, c access.Caller, a identity.Aggregate, bad map[identity.Digest]bool, out []byte,
+) ([]byte, error) {
+	shards, err := r.unavailableOf(ctx, c, a, bad)
+	if err != nil || len(shards) == 0 {
+		return out, err
+	}
+	b, err := json.Marshal(shards)
+	return append(append(out, `,"unavailable_shards":`...), b...), err
 }
 
 // checkBind refuses a bind statement about an artifact of its repository that is a base, or that names another one
