@@ -41,6 +41,29 @@ func (t tx) lease(k key) (l lease, found bool, err error) {
 	return l, err == nil, err
 }
 
+// LinkBlobs yields all LinkBlobs that are known, in order of blob and repository, also those that have ended. One that
+// does not read back is left out.
+func (ix *Index) LinkBlobs(ctx context.Context) iter.Seq2[LinkBlob, error] {
+	return paged(ctx, ix, in(tableLease), func(t tx, from []byte, p *page[LinkBlob]) error {
+		return t.walk(from, after(in(tableLease)), func(k, v []byte) ([]byte, error) {
+			if err := p.step(k); err != nil {
+				return nil, err
+			}
+			parts := split(k)
+			o := LinkBlob{Digest: parts.sum(), Repo: parts.text()}
+			b, err := unseal(k, v)
+			if cmp.Or(err, parts.err()) != nil {
+				return nil, nil
+			}
+			if l, err := decodeLease(b); err == nil {
+				o.Size, o.Until = l.size, l.until
+				p.add(o, len(k)+len(v))
+			}
+			return nil, nil
+		})
+	})
+}
+
 func (o UnlinkBlob) check() error {
 	return cmp.Or(checkText("repository", o.Repo), checkDigest(o.Digest))
 }

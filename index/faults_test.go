@@ -160,6 +160,7 @@ func TestFaultGrid(t *testing.T) {
 func TestFaultsInSteps(t *testing.T) {
 	for name, do := range map[string]func(ctx context.Context, ix *index.Index) error{
 		"reset": func(ctx context.Context, ix *index.Index) error { return ix.Reset(ctx) },
+		"empty": func(ctx context.Context, ix *index.Index) error { return ix.Empty(ctx, "kept") },
 		"purge": func(ctx context.Context, ix *index.Index) error {
 			_, err := ix.Purge(ctx, epoch.Add(3*time.Hour))
 			return err

@@ -10,6 +10,8 @@ import (
 	"errors"
 	"fmt"
 	"iter"
+	"slices"
+	"strings"
 	"sync"
 	"time"
 
@@ -230,13 +232,14 @@ type counter struct {
 // ErrFormat.
 func New(ctx context.Context, kv KV) (*Index, error) {
 	ix := &Index{kv: kv, limits: limits{rows: 256, bytes: 1 << 20, steps: 4096}, counters: make(map[string]*counter)}
-	resetting := false
-	err := kv.View(ctx, func(x Txn) (err error) {
-		resetting, err = tx{x}.has(stateKey(stateReset))
+	var mark []byte
+	err := kv.View(ctx, func(x Txn) error {
+		b, err := tx{x}.load(stateKey(stateReset))
+		mark = bytes.Clone(b)
 		return err
 	})
-	if err == nil && resetting {
-		err = ix.drop(ctx)
+	if err == nil && mark != nil {
+		err = ix.resume(ctx, mark)
 	}
 	if err == nil {
 		err = ix.renew(ctx)
@@ -302,7 +305,7 @@ func (ix *Index) Close() error { return ix.kv.Close() }
 func (ix *Index) Reset(ctx context.Context) error {
 	err := ix.kv.Update(ctx, func(x Txn) error { return tx{x}.store(stateKey(stateReset), nil) })
 	if err == nil {
-		err = ix.drop(ctx)
+		err = ix.drop(ctx, nothing)
 	}
 	if err == nil {
 		_, err = ix.format(ctx)
@@ -313,31 +316,99 @@ func (ix *Index) Reset(ctx context.Context) error {
 	return nil
 }
 
-// drop deletes all rows but the sequences, some thousands at a time. Reset's mark has the last key of all and so goes
-// last.
-func (ix *Index) drop(ctx context.Context) error {
-	for more := true; more; {
+// Empty is Reset but for what no refs bring back: the LinkBlobs, the uploads and the notes of these names stay, as far
+// as they read back.
+func (ix *Index) Empty(ctx context.Context, notes ...string) error {
+	mark := "\x01" + strings.Join(notes, "\x00")
+	err := ix.kv.Update(ctx, func(x Txn) error { return tx{x}.store(stateKey(stateReset), []byte(mark)) })
+	if err == nil {
+		err = ix.drop(ctx, staying(notes).has)
+	}
+	if err != nil {
+		return fmt.Errorf("empty index: %w", err)
+	}
+	return nil
+}
+
+// resume finishes a Reset or an Empty of which the mark was left.
+func (ix *Index) resume(ctx context.Context, mark []byte) error {
+	if len(mark) == 0 {
+		return ix.drop(ctx, nothing)
+	}
+	return ix.drop(ctx, staying(strings.Split(string(mark[1:]), "\x00")).has)
+}
+
+// drop deletes all rows but the sequences and those that stay, some thousands at a time. Reset's mark has the last key
+// of all and so goes last.
+func (ix *Index) drop(ctx context.Context, stays func(t tx, k, v []byte) (bool, error)) error {
+	for at := []byte{}; at != nil; {
+		var next []byte
 		err := ix.kv.Update(ctx, func(x Txn) error {
 			var keys [][]byte
-			t := tx{x}
-			err := t.walk([]byte{}, nil, func(k, _ []byte) ([]byte, error) {
+			t, seen := tx{x}, 0
+			next = nil
+			err := t.walk(at, nil, func(k, v []byte) ([]byte, error) {
 				if k[0] == tableSequence {
 					return after([]byte{tableSequence}), nil
 				}
-				if len(keys) == ix.limits.steps {
+				if seen++; seen > ix.limits.steps {
+					next = bytes.Clone(k)
 					return nil, errStop
 				}
-				keys = append(keys, bytes.Clone(k))
-				return nil, nil
+				stay, err := stays(t, k, v)
+				if !stay {
+					keys = append(keys, bytes.Clone(k))
+				}
+				return nil, err
 			})
-			more = len(keys) == ix.limits.steps
 			return cmp.Or(err, t.deleteAll(keys))
 		})
 		if err != nil {
 			return err
 		}
+		at = next
 	}
 	return nil
+}
+
+func nothing(tx, []byte, []byte) (bool, error) { return false, nil }
+
+// staying are the names of the notes that an Empty leaves.
+type staying []string
+
+// has says whether a row stays: one that does not read back, or without the other half of its pair, does not.
+func (s staying) has(t tx, k, v []byte) (bool, error) {
+	if k[0] == tableState {
+		name, isNote := strings.CutPrefix(string(k[1:]), stateNote)
+		return string(k[1:]) == stateFormat || isNote && slices.Contains(s, name), nil
+	}
+	p := split(k)
+	var row, pair key
+	switch k[0] {
+	case tableLease, tableExpiry:
+		if k[0] == tableExpiry {
+			p.time()
+		}
+		d, repo := p.sum(), p.text()
+		l, found, err := t.lease(leaseKey(d, repo))
+		if p.err() != nil || err != nil || !found {
+			return false, nil
+		}
+		row, pair = leaseKey(d, repo), expiryKey(l.until, d, repo)
+	case tableUpload, tableUploadExpiry:
+		if k[0] == tableUploadExpiry {
+			p.time()
+		}
+		u, found, err := t.upload(p.rest())
+		if p.err() != nil || err != nil || !found {
+			return false, nil
+		}
+		row, pair = uploadKey(u.ID), uploadExpiryKey(u)
+	}
+	if !bytes.Equal(k, row) && !bytes.Equal(k, pair) {
+		return false, nil
+	}
+	return t.has(pair)
 }
 
 // NextSeq issues the next sequence number of a repository: higher than every number that it issued before, in this or

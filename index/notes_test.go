@@ -9,6 +9,7 @@ import (
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/index"
 	"github.com/kiln-registry/kiln-registry/index/boltkv"
+	"github.com/kiln-registry/kiln-registry/index/memkv"
 )
 
 // TestNotes: a note stays until it is replaced, also over a restart, and a Reset forgets it.
@@ -45,6 +46,49 @@ func TestNotes(t *testing.T) {
 	want("zz", "")
 	if err := ix.Apply(ctx, index.Note{Value: []byte("x")}); err == nil {
 		t.Fatal("a note without a name was taken")
+	}
+}
+
+// TestEmpty: what no refs bring back outlives an Empty, and nothing else does; nor do rows that do not read back.
+func TestEmpty(t *testing.T) {
+	ctx, disk := t.Context(), new(memkv.Disk)
+	kv := openMemory(t, disk)
+	ix := opened(t, kv)
+	d, bad := identity.Sum([]byte("leased")), identity.Sum([]byte("leased, and its row is damaged"))
+	lease := index.LinkBlob{Repo: "a", Digest: d, Size: 6, Until: epoch.Add(time.Hour)}
+	worse := index.LinkBlob{Repo: "a", Digest: bad, Size: 1, Until: epoch.Add(time.Hour)}
+	u := index.Upload{ID: "u", Repo: "a", Caller: "me", Size: -1, Expires: epoch.Add(time.Hour)}
+	apply(t, ix, adapter("a", "one", 1, aggregate("x")), lease, worse, index.PutUpload{Upload: u},
+		index.Checkpoint{Position: 9}, index.Note{Name: "lease", Value: []byte("1")}, index.Note{Name: "gone", Value: []byte("2")})
+	key := append(append([]byte{'l'}, bad[:]...), "a\x00"...)
+	if err := kv.Update(ctx, func(x index.Txn) error { return x.Put(key, []byte("damage")) }); err != nil {
+		t.Fatal(err)
+	}
+	check := func(when string) {
+		t.Helper()
+		equal(t, when, all(t, ix.Export(ctx)), nil)
+		equal(t, when, all(t, ix.LinkBlobs(ctx)), []index.LinkBlob{lease})
+		equal(t, when, all(t, ix.ExpiredUploads(ctx, u.Expires)), []index.Upload{u})
+		kept, err1 := ix.Note(ctx, "lease")
+		gone, err2 := ix.Note(ctx, "gone")
+		at, err3 := ix.Checkpoint(ctx)
+		if string(kept) != "1" || gone != nil || at != 0 || err1 != nil || err2 != nil || err3 != nil {
+			t.Errorf("%s: %q %q %d, %v %v %v", when, kept, gone, at, err1, err2, err3)
+		}
+		if n, err := ix.Purge(ctx, lease.Until.Add(-1)); n != 0 || err != nil {
+			t.Error(when, n, err)
+		}
+	}
+	for _, when := range []string{"emptied", "twice"} {
+		if err := ix.Empty(ctx, "lease"); err != nil {
+			t.Fatal(err)
+		}
+		check(when)
+	}
+	ix = opened(t, openMemory(t, disk.Copy()))
+	check("after a restart")
+	if n, err := ix.Purge(ctx, lease.Until); n != 1 || err != nil {
+		t.Error(n, err)
 	}
 }
 
