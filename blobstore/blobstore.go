@@ -95,7 +95,9 @@ type Upload interface {
 	Size() int64 // bytes received
 	// Append reads r to its end and hashes and stores what it gets at off, which must equal Size (ErrOffset). It returns
 	// the number of bytes it kept, which stay also when r fails in the middle. On a nil error they are synced, and the
-	// saved hash state covers them. ErrSizeMismatch, ErrNoSpace.
+	// saved hash state covers them. ErrSizeMismatch. ErrNoSpace, after which the upload is as it was before the call,
+	// so that the store is not kept full by what nobody was told is there; an engine that can't give back single pieces
+	// of it keeps those.
 	Append(ctx context.Context, off int64, r io.Reader) (int64, error)
 	// Commit makes the upload the blob want, durable and visible on return, and leaves a receipt. If the store already
 	// holds want, one copy stays: what was just verified replaces the one that was there, whose bytes may have rotted

@@ -104,7 +104,7 @@ type Chunk struct {
 // AppendUpload adds a chunk to an upload and returns how many bytes the registry holds then, which are durable. What
 // came before a body that breaks off is kept too. ErrBlobUploadUnknown, ErrUploadBusy; ErrRangeInvalid if the chunk
 // does not start where the upload ends; ErrSizeInvalid if it goes past the announced size; ErrStoreFull, after which
-// the upload is gone.
+// the upload is as it was before the call: it can be gone on with when there is room again.
 func (r *Registry) AppendUpload(ctx context.Context, c access.Caller, repo, id string, ch Chunk) (int64, error) {
 	s, u, err := r.upload(ctx, c, repo, id)
 	if err != nil {
@@ -115,7 +115,7 @@ func (r *Registry) AppendUpload(ctx context.Context, c access.Caller, repo, id s
 	}
 	n, err := s.Append(ctx, ch.Offset, ch.Body)
 	r.doubt(id, err)
-	return ch.Offset + n, r.notFull(ctx, s, err)
+	return ch.Offset + n, err
 }
 
 // doubt lets the next use of an upload ask the store for it again: after most failures nobody knows whether it is still
@@ -124,14 +124,6 @@ func (r *Registry) doubt(id string, err error) {
 	if err != nil && !errors.Is(err, blobstore.ErrUploadBusy) && !errors.Is(err, blobstore.ErrOffset) {
 		r.handles.Delete(id)
 	}
-}
-
-// notFull drops an upload for which the store had no room: its space is wanted back at once.
-func (r *Registry) notFull(ctx context.Context, s blobstore.Upload, err error) error {
-	if errors.Is(asAPI(err), api.ErrStoreFull) {
-		err = errors.Join(err, r.drop(context.WithoutCancel(ctx), s.ID()))
-	}
-	return err
 }
 
 // place checks that the chunk goes on where the upload, which was announced with a size or a negative number, ends.
@@ -173,7 +165,7 @@ func (r *Registry) FinishUpload(
 	defer body.end()
 	i, err = s.Finish(ctx, ch.Offset, body, d)
 	r.doubt(id, err)
-	return i, s.Size(), r.finished(ctx, s, repo, d, i, r.notFull(ctx, s, err))
+	return i, s.Size(), r.finished(ctx, s, repo, d, i, err)
 }
 
 // holding is the last chunk of an upload. It holds the digest from before its last byte is handed over until end: the

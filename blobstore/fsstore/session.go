@@ -26,6 +26,7 @@ type session struct {
 	size  int64           // of data
 	saved slot            // the current slot: always durable, except the one that Create made
 	at    int             // which one it is
+	first slot            // the current one when the call began; it covers everything that was there then
 
 	failed error // why saving failed; nothing more is saved then
 
@@ -41,6 +42,7 @@ func (st *Store) open(ctx context.Context, id string) (*session, error) {
 	err := s.load(ctx)
 	switch {
 	case err == nil:
+		s.first = s.saved
 		return s, nil
 	case errors.Is(err, fs.ErrNotExist):
 		err = blobstore.ErrUploadUnknown
@@ -323,6 +325,40 @@ func (s *session) save() error {
 	s.size = s.saved.Covered
 	return fmt.Errorf("save what was received: %w", errors.Join(s.failed, s.data.Truncate(s.size)))
 }
+
+// keep is the end of a call that failed with err, or in the background: what was received is saved, or given back if
+// there was no space for all of it. It returns what went wrong, all of it.
+func (s *session) keep(err error) error {
+	if !noSpace(err) {
+		err = errors.Join(err, s.save())
+	}
+	if noSpace(err) {
+		err = errors.Join(err, s.back())
+	}
+	return err
+}
+
+// back makes the upload what it was when the call began, and frees the space that was taken since. Bytes go after the
+// slot that covers them is no longer the current one. Where a slot can't be written in place, as some file systems take
+// space for that too, the upload keeps what was saved on the way.
+func (s *session) back() error {
+	if s.saved.Count != s.first.Count {
+		if err := s.data.Truncate(s.saved.Covered); err != nil {
+			return err
+		}
+		sv := save{slot: s.first}
+		sv.Count = s.saved.Count + 1
+		if err := writeSave(s.state, 1-s.at, &sv); err != nil {
+			s.size = s.saved.Covered
+			return err
+		}
+		s.saved, s.at = sv.slot, 1-s.at
+	}
+	s.size = s.first.Covered
+	return s.data.Truncate(s.size)
+}
+
+func noSpace(err error) bool { return errors.Is(full(err), blobstore.ErrNoSpace) }
 
 func (s *session) persistNow() error {
 	sv, err := s.point()

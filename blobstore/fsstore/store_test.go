@@ -5,6 +5,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"testing"
 
 	"github.com/kiln-registry/kiln-registry/blobstore/storetest"
@@ -60,6 +61,10 @@ func (f *folder) Open(t testing.TB) (storetest.Store, error) {
 	st, err := Open(f.dir, Options{
 		Notify: func(s string) { t.Log(s) },
 		Disk: durable.Disk{Fault: func(op durable.Op, path string, do func() error) error {
+			inPlace := strings.HasSuffix(path, uploadState)
+			if op == durable.OpWrite && !inPlace && f.Full() {
+				return &os.PathError{Op: "write", Path: path, Err: syscall.ENOSPC}
+			}
 			return f.Do(func() error { return unsynced(op, path, do) })
 		}},
 	})

@@ -321,10 +321,7 @@ func (u *upload) Append(ctx context.Context, off int64, r io.Reader) (int64, err
 	if err != nil || s.ended != nil {
 		return 0, fail("append to", u.id, err)
 	}
-	err = s.receive(ctx, r)
-	if saved := s.save(); saved != nil {
-		err = errors.Join(err, saved)
-	}
+	err = s.keep(s.receive(ctx, r))
 	u.size.Store(s.size)
 	return s.size - off, fail("append to", u.id, err)
 }
@@ -379,7 +376,7 @@ func (u *upload) finish(ctx context.Context, off int64, r io.Reader, want identi
 		return blobstore.Info{}, errors.Join(err, u.st.drop(u.id))
 	}
 	if err != nil || s.failed != nil {
-		err = errors.Join(err, s.save())
+		err = s.keep(err)
 		u.size.Store(s.size)
 		return blobstore.Info{}, err
 	}
@@ -408,7 +405,14 @@ func (u *upload) end(ctx context.Context, s *session, want identity.Digest) (blo
 	if err := s.check(want); err != nil {
 		return blobstore.Info{}, errors.Join(err, u.st.drop(u.id))
 	}
-	if err := s.seal(want); err != nil {
+	err := u.st.makeShelf(want) // now: on a full disk what was received can still be given back
+	if err == nil {
+		err = s.seal(want)
+	}
+	if noSpace(err) {
+		err = errors.Join(err, s.back())
+	}
+	if err != nil {
 		u.size.Store(s.size)
 		return blobstore.Info{}, err
 	}

@@ -20,7 +20,12 @@ type medium struct {
 func newMedium(testing.TB) storetest.Medium {
 	m := &medium{st: New()}
 	m.st.segment = m.SegmentSize()
-	m.st.Fault = func(_ Op, do func() error) error { return m.Do(do) }
+	m.st.Fault = func(op Op, do func() error) error {
+		if (op == OpCreate || op == OpAppend || op == OpPut) && m.Full() {
+			return blobstore.ErrNoSpace
+		}
+		return m.Do(do)
+	}
 	return m
 }
 

@@ -122,6 +122,10 @@ func (u *upload) Append(ctx context.Context, off int64, r io.Reader) (kept int64
 		}
 		err = errors.Join(err, rerr, ctx.Err())
 	}
+	if errors.Is(err, blobstore.ErrNoSpace) {
+		u.back(s, off)
+		kept = 0
+	}
 	return kept, u.fail("append to", err)
 }
 
@@ -139,6 +143,15 @@ func (u *upload) keep(s *session, b []byte) (kept int64, err error) {
 		return err
 	})
 	return kept, err
+}
+
+// back gives up what came after the first off bytes.
+func (u *upload) back(s *session, off int64) {
+	u.st.mu.Lock()
+	defer u.st.mu.Unlock()
+	s.data = s.data[:off]
+	s.hash = lanes.NewRecorder(u.st.segment)
+	s.hash.Write(s.data)
 }
 
 // Commit implements blobstore.Upload.

@@ -2,7 +2,9 @@ package s3store
 
 import (
 	"context"
+	"io"
 	"net/http"
+	"net/http/httptest"
 	"os"
 	"strings"
 	"sync"
@@ -80,6 +82,9 @@ func (m *medium) wrap(rt http.RoundTripper) http.RoundTripper {
 		if r.Method == http.MethodGet || r.Method == http.MethodHead {
 			return rt.RoundTrip(r)
 		}
+		if r.Method == http.MethodPut && m.Full() {
+			return fullBucket(r)
+		}
 		err = m.Do(func() (err error) {
 			resp, err = rt.RoundTrip(r)
 			return err
@@ -90,6 +95,21 @@ func (m *medium) wrap(rt http.RoundTripper) http.RoundTripper {
 		}
 		return resp, err
 	})
+}
+
+// fullBucket answers as a server does that has no space for what a request sends.
+func fullBucket(r *http.Request) (*http.Response, error) {
+	if r.Body != nil {
+		if _, err := io.Copy(io.Discard, r.Body); err != nil {
+			return nil, err
+		}
+		r.Body.Close()
+	}
+	w := httptest.NewRecorder()
+	w.Header().Set("Content-Type", "application/xml")
+	w.WriteHeader(http.StatusInsufficientStorage)
+	w.WriteString("<Error><Code>InsufficientStorage</Code><Message>the bucket is full</Message></Error>")
+	return w.Result(), nil
 }
 
 func (m *medium) Kill(t testing.TB, st storetest.Store) {

@@ -35,6 +35,26 @@ type Faults struct {
 	left    int // changes up to the one that fails
 	persist bool
 	fired   bool
+
+	room int // changes that take space up to the first for which there is none; 0: there is room for all
+}
+
+// Fill implements Medium.
+func (f *Faults) Fill(n int) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.room = n
+}
+
+// Full is asked before every change that takes space, and says whether there is none left.
+func (f *Faults) Full() bool {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.room > 1 {
+		f.room--
+		return false
+	}
+	return f.room == 1
 }
 
 // Fail implements Medium.

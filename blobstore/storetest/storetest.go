@@ -31,6 +31,9 @@ type Medium interface {
 	// Fail lets the nth change from now on fail with ErrInjected: it is made if persist is set, and else lost. 1 is the
 	// next one; 0 ends all failing. fired says whether it came to that.
 	Fail(n int, persist bool) (fired func() bool)
+	// Fill lets the store be full for every change that takes space, from the nth of them on: the engine is answered what
+	// a full place answers, and the change is lost. 0 ends it.
+	Fill(n int)
 	// Check looks for anything that is not as the engine wants it, while no store is open.
 	Check(t testing.TB)
 }
@@ -56,6 +59,7 @@ func Run(t *testing.T, makeMedium func(t testing.TB) Medium) {
 		{"Cancel", testCancel},
 		{"AnnouncedSize", testAnnouncedSize},
 		{"NoSpace", testNoSpace},
+		{"Full", testFull},
 		{"Mismatch", testMismatch},
 		{"Abort", testAbort},
 		{"UnknownUpload", testUnknownUpload},

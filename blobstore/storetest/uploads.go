@@ -304,6 +304,54 @@ func testNoSpace(e *env) {
 	}
 }
 
+// testFull: a store that fills up while an upload is at work keeps what was acknowledged of it and gives back the rest,
+// and the upload goes on when there is room.
+func testFull(e *env) {
+	const acked = 1000
+	b := random(18, 700<<10)
+	d := identity.Sum(b)
+	calls := map[string]func(u blobstore.Upload) error{
+		"append": func(u blobstore.Upload) error {
+			_, err := u.Append(e.ctx, acked, bytes.NewReader(b[acked:len(b)-1]))
+			return err
+		},
+		"finish": func(u blobstore.Upload) error {
+			_, err := u.Finish(e.ctx, acked, bytes.NewReader(b[acked:]), d)
+			return err
+		},
+	}
+	for name, call := range calls {
+		for n, full := 1, true; full; n++ {
+			u := e.create(d, int64(len(b)))
+			e.add(u, b[:acked])
+			e.medium.Fill(n)
+			err := call(u)
+			e.medium.Fill(0)
+			if full = err != nil; full {
+				e.want(name+" to a full store", err, blobstore.ErrNoSpace)
+				e.afterFull(u, acked)
+			}
+			if u = e.resume(u.ID()); u.Size() < int64(len(b)) {
+				e.add(u, b[u.Size():])
+			}
+			e.commit(u, d)
+			e.holds(b)
+		}
+	}
+}
+
+// afterFull checks that an upload has as many bytes as were acknowledged, in this process and in the next one.
+func (e *env) afterFull(u blobstore.Upload, acked int64) {
+	e.Helper()
+	for range 2 {
+		if got := u.Size(); got != acked {
+			e.Fatalf("an upload of which %d bytes were acknowledged has %d after the store was full", acked, got)
+		}
+		e.reopen(true)
+		u = e.resume(u.ID())
+	}
+}
+
 func testMismatch(e *env) {
 	b := random(15, 1000)
 	right, wrong := identity.Sum(b), identity.Sum([]byte("other"))
