@@ -65,6 +65,9 @@ func (r *Registry) statBlob(ctx context.Context, repo string, d identity.Digest)
 		return blobstore.Info{}, api.Errorf(api.CodeBlobUnknown, "blob %s is unknown to repository %s", d, repo)
 	}
 	i, err := r.store.Stat(ctx, d)
+	if err == nil && i.Size == 0 && d != identity.Sum(nil) {
+		err = fmt.Errorf("stat blob %s: %w: it is empty", d, blobstore.ErrCut)
+	}
 	r.suspect(d, err)
 	return i, err
 }
@@ -306,8 +309,8 @@ func (r *Registry) sendBlob(w *response, q *request, i blobstore.Info, off, n in
 		return err
 	}
 	defer body.Close()
-	if r.verify && n == i.Size && n > 0 && status == http.StatusOK {
-		return r.sendVerified(w, i, body)
+	if r.verify && n == i.Size {
+		return r.sendVerified(w, i, body, status)
 	}
 	w.WriteHeader(status)
 	sent, err := io.Copy(w, body)
@@ -325,7 +328,7 @@ const verifiedPiece = 256 << 10
 // sendVerified answers with a whole blob and hashes it on the way. The last piece goes out when the blob is found to be
 // what its digest says: of one that is damaged the client gets less than was announced, and the scrubber is told. A
 // blob of one piece is found out before the answer begins.
-func (r *Registry) sendVerified(w *response, i blobstore.Info, body io.Reader) error {
+func (r *Registry) sendVerified(w *response, i blobstore.Info, body io.Reader, status int) error {
 	h, rest := identity.NewHash(), i.Size
 	piece := make([]byte, min(rest, verifiedPiece))
 	for rest > 0 {
@@ -342,9 +345,15 @@ func (r *Registry) sendVerified(w *response, i blobstore.Info, body io.Reader) e
 			return fmt.Errorf("%w: blob %s: cut off after %d of %d bytes, which are not those of its digest",
 				blobstore.ErrDamaged, i.Digest, i.Size-int64(n), i.Size)
 		}
+		if w.status == 0 {
+			w.WriteHeader(status)
+		}
 		if _, err := w.Write(piece[:n]); err != nil {
 			return err
 		}
+	}
+	if w.status == 0 { // it is the empty blob
+		w.WriteHeader(status)
 	}
 	return nil
 }

@@ -222,8 +222,8 @@ func (s *server) damage(d identity.Digest, at int) {
 	}
 }
 
-// TestVerifyReads: a blob that is sent whole breaks off before its end if it is damaged. Ranges are not verified, and
-// without VerifyReads nothing is.
+// TestVerifyReads: a blob that is sent whole, as a range or not, breaks off before its end if it is damaged. Ranges that
+// leave something out are not verified, and without VerifyReads nothing is.
 func TestVerifyReads(t *testing.T) {
 	s := newServer(t)
 	large := bytes.Repeat([]byte("0123456789abcdef"), 100_000)
@@ -237,19 +237,52 @@ func TestVerifyReads(t *testing.T) {
 		t.Error("other bytes")
 	}
 	s.want(200, "GET", api.PathBlob("a", s.blob("a", nil)), nil)
-	s.want(206, "GET", api.PathBlob("a", bad), nil, "Range", "bytes=0-")
+	s.want(206, "GET", api.PathBlob("a", good), nil, "Range", "bytes=0-")
+	s.want(206, "GET", api.PathBlob("a", bad), nil, "Range", "bytes=1-")
+	s.want(500, "GET", api.PathBlob("a", small), nil, "Range", "bytes=-5")
 	s.want(200, "HEAD", api.PathBlob("a", bad), nil)
 	if a := s.want(500, "GET", api.PathBlob("a", small), nil); a.code() != api.CodeInternal {
 		t.Error(a)
 	}
-	resp, err := wire.Get(s.url(api.PathBlob("a", bad)))
-	if err != nil {
-		t.Fatal(err)
+	for span, status := range map[string]int{"": 200, "bytes=0-": 206, "bytes=-9999999": 206} {
+		req, err := http.NewRequest("GET", s.url(api.PathBlob("a", bad)), nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		req.Header.Set("Range", span)
+		resp, err := wire.Do(req)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer resp.Body.Close()
+		b, err := io.ReadAll(resp.Body)
+		if !errors.Is(err, io.ErrUnexpectedEOF) || resp.StatusCode != status || len(b) > len(large) {
+			t.Errorf("%q: %d, %d bytes of %d, %v", span, resp.StatusCode, len(b), len(large)+1, err)
+		}
 	}
-	defer resp.Body.Close()
-	b, err := io.ReadAll(resp.Body)
-	if !errors.Is(err, io.ErrUnexpectedEOF) || resp.StatusCode != 200 || len(b) > len(large) {
-		t.Errorf("%d, %d bytes of %d, %v", resp.StatusCode, len(b), len(large)+1, err)
+}
+
+// A file that is empty, and does not say that it was not so, is no blob but the empty one, whether reads are verified or
+// not. Whoever pushes it again heals it.
+func TestEmptiedBlob(t *testing.T) {
+	s := newServer(t)
+	for _, verify := range []bool{true, false} {
+		s.restart(func(c *registry.Config) { c.VerifyReads = verify })
+		empty, d := s.blob("a", nil), s.blob("a", []byte("not empty"))
+		path := filepath.Join(s.dir, "blobs/sha256", d.Hex()[:2], d.Hex())
+		if err := os.Remove(path); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.WriteFile(path, nil, 0o444); err != nil { // without the note of its size
+			t.Fatal(err)
+		}
+		for _, method := range []string{"GET", "HEAD"} {
+			s.want(404, method, api.PathBlob("a", d), nil)
+			s.want(404, method, api.PathBlob("a", d), nil, "Range", "bytes=0-")
+			s.want(200, method, api.PathBlob("a", empty), nil)
+		}
+		s.blob("a", []byte("not empty"))
+		s.want(200, "GET", api.PathBlob("a", d), nil)
 	}
 }
 
