@@ -34,6 +34,12 @@ type CopyOptions struct {
 	Copied func(i Info)
 	// Damaged, if set, is told of each blob that can't be read, or that does not hash to its digest. It is not copied.
 	Damaged func(i Info, err error)
+	// Refers, if set, returns which blobs the manifest of a ref refers to, so that those that are missing are found. Its
+	// error ends Copy, after everything was copied.
+	Refers func(r Ref) ([]identity.Digest, error)
+	// Missing, if set, is told of each blob that a manifest refers to which was not deleted, and that src does not show
+	// and dst does not hold.
+	Missing func(m Missing)
 	// Workers is how many blobs are copied at a time; 0 means 4.
 	Workers int
 }
@@ -44,6 +50,7 @@ type CopyResult struct {
 	Bytes   int64 // read from the source: less than those of the blobs where an earlier Copy was gone on with
 	Present int   // blobs that were there already
 	Damaged int   // blobs that were not copied, see CopyOptions
+	Missing int   // blobs that were not there to be copied, see CopyOptions
 	Refs    int   // copied; those that were there already are not counted
 }
 
@@ -53,9 +60,9 @@ type CopyResult struct {
 // It can be called again after it was interrupted at any point: a blob that is there with the same size is not read
 // again, and a blob that is there by half, an open upload whose hint is its digest, goes on from its size. Receipts of
 // dst are dropped. ErrDiffers, before anything is copied, if the refs of dst are not the first refs of src. A damaged
-// blob of src is no error.
+// or missing blob of src is no error: dst has none then, and finds it missing as src does.
 func Copy(ctx context.Context, dst, src Engine, o CopyOptions) (CopyResult, error) {
-	c := &copying{dst: dst, src: src, o: o.complete()}
+	c := &copying{dst: dst, src: src, o: o.complete(), damaged: map[identity.Digest]bool{}}
 	after, err := c.common(ctx)
 	if err != nil {
 		return c.did, err
@@ -66,7 +73,11 @@ func Copy(ctx context.Context, dst, src Engine, o CopyOptions) (CopyResult, erro
 	if err := c.blobs(ctx); err != nil {
 		return c.did, err
 	}
-	return c.did, c.refs(ctx, after)
+	err = c.refs(ctx, after)
+	if err == nil && c.o.Refers != nil {
+		err = c.findMissing(ctx)
+	}
+	return c.did, err
 }
 
 func (o CopyOptions) complete() CopyOptions {
@@ -79,6 +90,9 @@ func (o CopyOptions) complete() CopyOptions {
 	if o.Damaged == nil {
 		o.Damaged = func(Info, error) {}
 	}
+	if o.Missing == nil {
+		o.Missing = func(Missing) {}
+	}
 	if o.Workers <= 0 {
 		o.Workers = 4
 	}
@@ -90,8 +104,9 @@ type copying struct {
 	dst, src Engine
 	o        CopyOptions
 	begun    map[identity.Digest]UploadInfo // open uploads of dst, by hint; the longest of each
-	mu       sync.Mutex                     // guards did
+	mu       sync.Mutex                     // guards did and damaged
 	did      CopyResult
+	damaged  map[identity.Digest]bool // blobs that were told of
 }
 
 // common returns the position in src after the refs that dst has as well. ErrDiffers if dst has others.
@@ -252,7 +267,10 @@ func (c *copying) blob(ctx context.Context, i Info) error {
 		c.count(func(did *CopyResult) { did.Blobs++ })
 		c.o.Copied(i)
 	case errors.As(err, &bad):
-		c.count(func(did *CopyResult) { did.Damaged++ })
+		c.count(func(did *CopyResult) {
+			did.Damaged++
+			c.damaged[i.Digest] = true
+		})
 		c.o.Damaged(i, bad.err)
 	default:
 		return fmt.Errorf("copy blob %s: %w", i.Digest, err)

@@ -423,3 +423,80 @@ func TestCopyDiffers(t *testing.T) {
 		})
 	}
 }
+
+// TestCopyMissing: what manifests refer to and the source no longer shows is named, whether it is in quarantine or gone,
+// unless the manifest was deleted, or the destination has it.
+func TestCopyMissing(t *testing.T) {
+	from := newFolder(t).(*folder)
+	src := full(t, from)
+	there, aside, gone, held, unused := blobs[1], blobs[2], blobs[3], blobs[4], blobs[0]
+	refers := map[identity.Digest][][]byte{}
+	ref := func(seq uint64, repo, manifest string, deleted bool, to ...[]byte) blobstore.Ref {
+		d := identity.Sum([]byte(manifest))
+		r := blobstore.Ref{Repo: repo, Name: d.String(), Seq: seq, Deleted: deleted, Digest: d}
+		if !deleted {
+			r.Manifest = []byte(manifest)
+			refers[d] = to
+		}
+		return r
+	}
+	put(t, src,
+		ref(20, "a/b", "whole", false, there),
+		ref(22, "a/b", "deleted", true), // kept in another order than issued
+		ref(21, "a/b", "deleted", false, gone, unused),
+		ref(24, "a/b", "put again", false, aside, there),
+		ref(23, "a/b", "put again", true),
+		ref(25, "a/b", "second", false, aside, gone, held),
+		ref(26, "c", "third", false, gone),
+	)
+	i, err := src.Stat(t.Context(), identity.Sum(aside))
+	if err == nil {
+		err = src.(blobstore.Quarantine).SetAside(t.Context(), i, "a test")
+	}
+	for _, b := range [][]byte{gone, held, unused} {
+		err = errors.Join(err, os.Remove(from.blob(identity.Sum(b))))
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	for to, newDst := range media {
+		t.Run(to, func(t *testing.T) {
+			dst := newDst(t).open(t)
+			push(t, dst, held)
+			var named []blobstore.Missing
+			o := blobstore.CopyOptions{
+				Refers: func(r blobstore.Ref) (ds []identity.Digest, err error) {
+					for _, b := range refers[r.Digest] {
+						ds = append(ds, identity.Sum(b))
+					}
+					return ds, nil
+				},
+				Missing: func(m blobstore.Missing) { named = append(named, m) },
+			}
+			did, err := blobstore.Copy(t.Context(), dst, src, o)
+			if err != nil || did.Missing != 2 || did.Blobs != 1 || did.Damaged != 0 || len(named) != 2 {
+				t.Fatalf("%+v, %v; named %v", did, err, named)
+			}
+			for _, m := range named {
+				want := blobstore.ErrNotFound
+				if m.Digest == identity.Sum(aside) {
+					want = blobstore.ErrQuarantined
+				} else if m.Digest != identity.Sum(gone) {
+					t.Errorf("named was %s", m.Digest)
+				}
+				if !errors.Is(m.Err, want) || m.Repo != "a/b" || len(refers[m.Manifest]) == 0 {
+					t.Errorf("%+v", m)
+				}
+			}
+			push(t, dst, gone)
+			push(t, dst, aside)
+			if did, err = blobstore.Copy(t.Context(), dst, src, o); err != nil || did.Missing != 0 {
+				t.Errorf("after the copy was healed: %+v, %v", did, err)
+			}
+			o.Refers = func(blobstore.Ref) ([]identity.Digest, error) { return nil, io.ErrUnexpectedEOF }
+			if _, err = blobstore.Copy(t.Context(), dst, src, o); !errors.Is(err, io.ErrUnexpectedEOF) {
+				t.Errorf("a manifest that does not read: %v", err)
+			}
+		})
+	}
+}

@@ -6,14 +6,17 @@ import (
 	"fmt"
 	"io"
 	"io/fs"
+	"strings"
 	"syscall"
 
 	"github.com/spf13/cobra"
 
 	"github.com/kiln-registry/kiln-registry/blobstore"
 	"github.com/kiln-registry/kiln-registry/cmd/kiln-registry/internal/home"
+	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/internal/cli"
 	"github.com/kiln-registry/kiln-registry/internal/cli/progress"
+	"github.com/kiln-registry/kiln-registry/registry/classify"
 	"github.com/kiln-registry/kiln-registry/transfer"
 )
 
@@ -25,7 +28,8 @@ func copyCommand(stderr io.Writer) *cobra.Command {
 
 No server may run on either. DST must be a copy of SRC that an earlier run began, or a store in which nothing is yet;
 --init makes one. An interrupted copy goes on when the same command is run again, and a copy of an older state of SRC
-gets what is new. Blobs that are damaged in SRC are named, and all others are copied.`,
+gets what is new. Blobs that are damaged in SRC are named, and so are those that a manifest refers to and that are gone
+or in quarantine; all others are copied.`,
 		Args: cli.Args("SRC", "DST"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			src, err := home.ParsePlace("SRC", args[0])
@@ -94,15 +98,45 @@ func copyShown(ctx context.Context, to, from home.Engine, stdout, stderr io.Writ
 		Damaged: func(i blobstore.Info, err error) {
 			show.Note(fmt.Sprintf("damaged: blob %s (%s): %s", i.Digest, cli.Bytes(i.Size), damage(err)))
 		},
+		Refers: func(r blobstore.Ref) ([]identity.Digest, error) {
+			m, err := classify.ParseTaken(r.MediaType, r.Manifest)
+			return m.Refers(), err
+		},
+		Missing: func(m blobstore.Missing) {
+			show.Note(fmt.Sprintf("missing: blob %s, which %s@%s refers to: %s", m.Digest, m.Repo, m.Manifest, absence(m.Err)))
+		},
 	})
-	if err == nil && did.Damaged > 0 {
+	if err == nil && did.Damaged+did.Missing > 0 {
 		err = cli.Hint(
-			cli.Exit(cli.CodeNo, fmt.Errorf("%s of SRC damaged and not copied; copied were %s and %s",
-				cli.Count(did.Damaged, "blob"), cli.Count(did.Blobs, "blob"), cli.Count(did.Refs, "ref"))),
+			cli.Exit(cli.CodeNo, fmt.Errorf("%s; copied were %s and %s",
+				notWhole(did), cli.Count(did.Blobs, "blob"), cli.Count(did.Refs, "ref"))),
 			"push those bytes again to a registry on DST, or put them back into SRC and run this again",
 		)
 	}
 	return did, err
+}
+
+// notWhole says what of SRC was not copied.
+func notWhole(did blobstore.CopyResult) string {
+	var parts []string
+	if did.Damaged > 0 {
+		parts = append(parts, cli.Count(did.Damaged, "blob")+" of SRC damaged and not copied")
+	}
+	if did.Missing > 0 {
+		parts = append(parts, cli.Count(did.Missing, "blob")+" missing in SRC though manifests refer to it")
+	}
+	return strings.Join(parts, ", ")
+}
+
+// absence says why SRC did not give a blob.
+func absence(err error) string {
+	switch {
+	case errors.Is(err, blobstore.ErrQuarantined):
+		return "its bytes are damaged and in quarantine"
+	case errors.Is(err, blobstore.ErrNotFound):
+		return "SRC does not have it"
+	}
+	return err.Error()
 }
 
 // damage says what is wrong with a blob that was not copied.
