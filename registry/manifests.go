@@ -56,7 +56,7 @@ func unknownManifest(err error, repo string, ref api.Ref) error {
 //
 // ErrDigestInvalid if ref is a digest and not that of the body; ErrManifestInvalid if the manifest breaks a rule or
 // contradicts itself or the bytes; ErrManifestBlobUnknown and ErrSizeInvalid if a blob is not held by this repository
-// or has another size; ErrDenied if an immutable tag names another manifest; ErrStoreFull.
+// or has another size; ErrDenied if an immutable tag names another manifest, or this one by another type; ErrStoreFull.
 func (r *Registry) PutManifest(
 	ctx context.Context,
 	c access.Caller,
@@ -126,6 +126,11 @@ func (r *Registry) keep(ctx context.Context, put index.PutManifest, found string
 	known := err == nil && old.MediaType == put.MediaType && sameFinding(old, put.Record)
 	if known {
 		put.Created = old.Created
+	}
+	if err == nil && old.MediaType != put.MediaType && r.immutable.MatchRepo(put.Repo) {
+		if err := r.checkKept(ctx, put.Repo, put.Digest); err != nil {
+			return old, err
+		}
 	}
 	for _, tag := range tags {
 		at, err := r.ix.Get(ctx, put.Repo, tag)
@@ -241,6 +246,11 @@ func (r *Registry) checkDelete(ctx context.Context, repo string, ref api.Ref, d 
 		}
 		return nil
 	}
+	return r.checkKept(ctx, repo, d)
+}
+
+// checkKept refuses what would change a manifest that an immutable tag names, itself or by an index that lists it.
+func (r *Registry) checkKept(ctx context.Context, repo string, d identity.Digest) error {
 	seen := map[identity.Digest]bool{d: true}
 	for todo := []identity.Digest{d}; len(todo) > 0; todo = todo[1:] {
 		at := todo[0]

@@ -180,6 +180,45 @@ func TestImmutableTags(t *testing.T) {
 	put("team/model", "v1", s.manifest("team/model", nil, map[string]any{"annotations": map[string]string{"n": "3"}}))
 }
 
+// The same bytes may be a manifest of another type. What an immutable tag names, itself or through an index, keeps its
+// type, by whatever reference it is put again.
+func TestImmutableTagKeepsItsType(t *testing.T) {
+	s := newServer(t)
+	s.restart(immutableTags(t, "team/**:v*"))
+	const docker = "application/vnd.docker.distribution.manifest.v2+json"
+	for i, repo := range []string{"team/model", "team/list", "other"} {
+		m := s.manifest(repo, nil, map[string]any{"mediaType": nil})
+		m = bytes.Replace(m, []byte(`"mediaType":null,`), nil, 1)
+		d := identity.Sum(m).String()
+		ref, status := "v1", 403
+		switch i {
+		case 1:
+			ref = d
+		case 2:
+			status = 201
+		}
+		if a := s.put(repo, ref, m); a.status != 201 {
+			t.Fatal(a)
+		}
+		if i == 1 {
+			s.want(201, "PUT", api.PathManifest(repo, "v1"), indexOf(d), "Content-Type", indexType)
+		}
+		for _, again := range []string{ref, d, "latest"} {
+			a := s.want(status, "PUT", api.PathManifest(repo, again), m, "Content-Type", docker)
+			if status == 403 && !strings.Contains(string(a.body), string(api.CodeTagImmutable)) {
+				t.Error(a)
+			}
+		}
+		if a := s.put(repo, ref, m); status == 403 && a.status != 201 {
+			t.Error(a)
+		}
+		a := s.want(200, "GET", api.PathManifest(repo, d), nil)
+		if status == 403 && a.header.Get("Content-Type") != manifestType {
+			t.Error(a)
+		}
+	}
+}
+
 // Many manifests for one immutable tag at once: one gets it.
 func TestRaceForAnImmutableTag(t *testing.T) {
 	s := newServer(t)
