@@ -53,11 +53,11 @@ func takeSnapshot(f *os.File) (snapshot, error) {
 }
 
 // check reads a bbolt file and says whether every page that is in use is sound: it is where it says it is, its elements
-// lie within it and in order, no page is used twice or both used and free. bbolt itself checks while it goes, by panics
+// lie within it, one behind another, and in order, no page is used twice or both used and free. bbolt itself checks while it goes, by panics
 // and on mapped memory, or not at all: a page that is in use and on the freelist is overwritten later. It gives up when
 // ctx ends.
 func (s snapshot) check(ctx context.Context, f io.ReaderAt) error {
-	c := &checker{ctx: ctx, file: f, pageSize: int64(s.pageSize), pages: s.pages}
+	c := &checker{ctx: ctx, file: f, pageSize: int64(s.pageSize), pages: s.pages, written: s.txn > 1}
 	if s.pages > uint64(s.size/c.pageSize) {
 		return broken("%d pages of %d bytes in a file of %d", s.pages, s.pageSize, s.size)
 	}
@@ -112,6 +112,7 @@ type checker struct {
 	pageSize int64
 	pages    uint64
 	used     []bool
+	written  bool     // since the file was made, so that it has a bucket
 	buffers  [][]byte // by depth: a page is needed until those below it are checked
 }
 
@@ -186,13 +187,19 @@ func (c *checker) branch(p page, depth int, low, high []byte) error {
 	if p.count == 0 {
 		return broken("page %d is an empty branch", p.id)
 	}
+	from := p.begin()
 	key := func(i int) ([]byte, error) {
 		at := pageHeader + i*elementSize
 		if at+elementSize > len(p.data) {
 			return nil, broken("page %d is too short for element %d", p.id, i)
 		}
 		e := p.data[at:]
-		return p.part(uint64(at)+uint64(order.Uint32(e)), uint64(order.Uint32(e[4:])))
+		start, size := uint64(at)+uint64(order.Uint32(e)), uint64(order.Uint32(e[4:]))
+		if start != from {
+			return nil, p.apart(i)
+		}
+		from = start + size
+		return p.part(start, size)
 	}
 	next, err := key(0)
 	if err != nil {
@@ -219,6 +226,10 @@ func (c *checker) branch(p page, depth int, low, high []byte) error {
 }
 
 func (c *checker) leaf(p page, depth int, low, high []byte) error {
+	if p.count == 0 && (low != nil || depth == 0 && c.written) {
+		return broken("page %d is an empty leaf", p.id)
+	}
+	from := p.begin()
 	for i := range p.count {
 		at := pageHeader + i*elementSize
 		if at+elementSize > len(p.data) {
@@ -226,11 +237,16 @@ func (c *checker) leaf(p page, depth int, low, high []byte) error {
 		}
 		e := p.data[at:]
 		start, keySize := uint64(at)+uint64(order.Uint32(e[4:])), uint64(order.Uint32(e[8:]))
+		valueSize := uint64(order.Uint32(e[12:]))
+		if start != from {
+			return p.apart(i)
+		}
+		from = start + keySize + valueSize
 		key, err := p.part(start, keySize)
 		if err != nil {
 			return err
 		}
-		value, err := p.part(start+keySize, uint64(order.Uint32(e[12:])))
+		value, err := p.part(start+keySize, valueSize)
 		if err != nil {
 			return err
 		}
@@ -248,6 +264,14 @@ func (c *checker) leaf(p page, depth int, low, high []byte) error {
 		}
 	}
 	return nil
+}
+
+// begin is where the data of the first element begins: bbolt writes it behind the list of elements, one after another
+// and without a gap. So a wrong count shows, and wrong sizes do.
+func (p page) begin() uint64 { return pageHeader + uint64(p.count)*elementSize }
+
+func (p page) apart(i int) error {
+	return broken("page %d has element %d not behind the one before it, or another number of elements", p.id, i)
 }
 
 func (p page) part(start, size uint64) ([]byte, error) {
@@ -276,7 +300,7 @@ func (c *checker) bucket(id uint64, depth int, value []byte) error {
 	if len(b) < pageHeader || order.Uint16(b[8:]) != pageLeaf {
 		return broken("page %d has a malformed bucket", id)
 	}
-	return c.leaf(page{id, pageLeaf, int(order.Uint16(b[10:])), b}, depth, nil, nil)
+	return c.leaf(page{id, pageLeaf, int(order.Uint16(b[10:])), b}, depth+1, nil, nil)
 }
 
 func (c *checker) freelist(id uint64) error {

@@ -146,6 +146,48 @@ func sameKey(a, b string) bool {
 	return a == b
 }
 
+// TestCounts: one bit of the count of a page in use, or of a size or place of one of its elements, is found when the file
+// is opened. The rows that would be gone by it are not to be taken for absent.
+func TestCounts(t *testing.T) {
+	whole := image(t)
+	size := os.Getpagesize()
+	kv := mustOpen(t, write(t, whole))
+	want, err := contents(t, kv)
+	if err := errors.Join(err, kv.Close()); err != nil {
+		t.Fatal(err)
+	}
+	path := write(t, whole)
+	found, pages := 0, 0
+	for page := 2; page < len(whole)/size; page++ {
+		kind := order.Uint16(whole[page*size+8:])
+		if kind != pageLeaf && kind != pageBranch {
+			continue
+		}
+		pages++
+		for bit := range 16 * 8 { // the count, the overflow, and the first element up to its last size
+			at := page*size + 10 + bit/8
+			data := slices.Clone(whole)
+			data[at] ^= 1 << (bit % 8)
+			if err := os.WriteFile(path, data, 0o600); err != nil {
+				t.Fatal(err)
+			}
+			kv, err := Open(path, Options{})
+			if err != nil {
+				found++
+				continue
+			}
+			got, err := contents(t, kv)
+			if err := errors.Join(err, kv.Close()); err != nil || !slices.Equal(got, want) {
+				t.Errorf("page %d of kind %d, bit %d of byte %d: %d rows of %d, %v", page, kind, bit%8, at-page*size, len(got),
+					len(want), err)
+			}
+		}
+	}
+	if pages < 20 || found < 64*20 {
+		t.Errorf("found %d in %d pages", found, pages)
+	}
+}
+
 func TestTruncated(t *testing.T) {
 	whole := image(t)
 	for _, n := range []int{1, 15, 4096, 8192, 12288, 16384, 40000, len(whole) / 2} {
