@@ -1,10 +1,12 @@
 package fsstore
 
 import (
+	"bytes"
 	"crypto/rand"
 	"encoding/binary"
 	"fmt"
 	"hash/crc32"
+	"math/bits"
 
 	"github.com/kiln-registry/kiln-registry/blobstore"
 )
@@ -24,7 +26,8 @@ import (
 const (
 	logMagic      = "KILNREFS"
 	logVersion    = 1
-	logHeaderSize = 8 + 4 + 16 + 4
+	saltSize      = 16
+	logHeaderSize = 8 + 4 + saltSize + 4
 	frameMagic    = "KRF1"
 	frameHead     = 4 + 4 + 8 + 4 + 4
 )
@@ -41,12 +44,15 @@ func splitPosition(p blobstore.Position) (offset int64, refs int) {
 }
 
 func newLogHeader() []byte {
-	b := make([]byte, logHeaderSize)
-	copy(b, logMagic)
-	binary.LittleEndian.PutUint32(b[8:], logVersion)
-	rand.Read(b[12:28])
-	binary.LittleEndian.PutUint32(b[28:], crc32.Checksum(b[:28], castagnoli))
-	return b
+	salt := make([]byte, saltSize)
+	rand.Read(salt)
+	return logHeader(salt)
+}
+
+func logHeader(salt []byte) []byte {
+	b := binary.LittleEndian.AppendUint32([]byte(logMagic), logVersion)
+	b = append(b, salt...)
+	return binary.LittleEndian.AppendUint32(b, crc32.Checksum(b, castagnoli))
 }
 
 // parseLogHeader returns the salt.
@@ -85,16 +91,49 @@ func (h head) append(b []byte, offset int64, salt []byte) []byte {
 	return binary.LittleEndian.AppendUint32(b, headCRC(b[at:], offset, salt))
 }
 
+func decodeHead(b []byte) head {
+	return head{
+		length: binary.LittleEndian.Uint32(b[4:]),
+		synced: int64(binary.LittleEndian.Uint64(b[8:])),
+		body:   binary.LittleEndian.Uint32(b[16:]),
+	}
+}
+
 // parseHead reads the head of the frame at offset; false means that these bytes are none.
 func parseHead(b []byte, offset int64, salt []byte) (head, bool) {
 	if len(b) < frameHead || string(b[:4]) != frameMagic ||
 		binary.LittleEndian.Uint32(b[20:]) != headCRC(b, offset, salt) {
 		return head{}, false
 	}
-	h := head{
-		length: binary.LittleEndian.Uint32(b[4:]),
-		synced: int64(binary.LittleEndian.Uint64(b[8:])),
-		body:   binary.LittleEndian.Uint32(b[16:]),
-	}
+	h := decodeHead(b)
 	return h, h.length <= blobstore.MaxRefsBytes && h.synced >= logHeaderSize && h.synced <= offset
+}
+
+// findSalt returns a salt for a log whose header is damaged, by the head of its first frame, which must be whole. It is
+// the one that stands in the header if that is not where the damage is, and else one that no frame tells from it, whose
+// last four bytes are other ones: then the log counts as that of another store. A CRC is linear, so that all that any
+// checksum tells of the salt is the same 32 bits, and any 32 bits of it can be chosen to fit.
+func findSalt(header, first []byte) []byte {
+	const at = saltSize - 4
+	salt := bytes.Clone(header[12 : 12+saltSize])
+	clear(salt[at:])
+	zero := headCRC(first, logHeaderSize, salt)
+	type change struct{ bits, crc uint32 }
+	var by [32]change // by the highest bit of crc that it changes
+	for i := range 32 {
+		flipped := bytes.Clone(salt)
+		flipped[at+i/8] = 1 << (i % 8)
+		c := change{1 << i, headCRC(first, logHeaderSize, flipped) ^ zero}
+		for top := bits.Len32(c.crc) - 1; by[top].crc != 0; top = bits.Len32(c.crc) - 1 {
+			c = change{c.bits ^ by[top].bits, c.crc ^ by[top].crc}
+		}
+		by[bits.Len32(c.crc)-1] = c
+	}
+	var fit uint32
+	for need := binary.LittleEndian.Uint32(first[20:]) ^ zero; need != 0; {
+		c := by[bits.Len32(need)-1]
+		fit, need = fit^c.bits, need^c.crc
+	}
+	binary.LittleEndian.PutUint32(salt[at:], fit)
+	return salt
 }

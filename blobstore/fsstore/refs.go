@@ -87,17 +87,52 @@ func (l *refLog) recover() error {
 	return l.f.Sync()
 }
 
-// readHeader reads the header and returns the size of the file.
+// readHeader reads the header and returns the size of the file. blobstore.ErrRefsDamaged if that is damaged, but the
+// first frame told what it says.
 func (l *refLog) readHeader() (size int64, err error) {
+	if size, err = l.f.Size(); err != nil {
+		return 0, err
+	}
 	b := make([]byte, logHeaderSize)
 	n, err := l.f.ReadAt(b, 0)
 	if err != nil && err != io.EOF {
 		return 0, err
 	}
-	if l.salt, err = parseLogHeader(b[:n]); err != nil {
-		return 0, err
+	l.salt, err = parseLogHeader(b[:n])
+	if !errors.Is(err, blobstore.ErrDamaged) {
+		return size, err
 	}
-	return l.f.Size()
+	first, readErr := l.firstHead(size)
+	if first == nil {
+		return size, errors.Join(err, readErr)
+	}
+	l.salt = findSalt(b, first)
+	return size, fmt.Errorf("%w: %s is broken at byte 0, but goes on at byte %d", blobstore.ErrRefsDamaged, refsName,
+		logHeaderSize)
+}
+
+// firstHead returns the head of the first frame if that is whole, as far as can be said without the salt.
+func (l *refLog) firstHead(size int64) ([]byte, error) {
+	b := make([]byte, frameHead)
+	if size < logHeaderSize+frameHead {
+		return nil, nil
+	}
+	if _, err := l.f.ReadAt(b, logHeaderSize); err != nil {
+		return nil, err
+	}
+	h := decodeHead(b)
+	if string(b[:4]) != frameMagic || h.synced != logHeaderSize || h.length > blobstore.MaxRefsBytes ||
+		logHeaderSize+h.size() > size {
+		return nil, nil
+	}
+	payload := make([]byte, h.length)
+	if _, err := l.f.ReadAt(payload, logHeaderSize+frameHead); err != nil {
+		return nil, err
+	}
+	if _, err := blobstore.DecodeRefs(payload); err != nil || crc32.Checksum(payload, castagnoli) != h.body {
+		return nil, nil
+	}
+	return b, nil
 }
 
 // cut drops what is behind the end, and keeps it aside: it may be more than an unfinished write.
@@ -140,7 +175,9 @@ func (l *refLog) copyAside(path string, size int64) error {
 // mend puts a log in the place of this one that has only the frames that can be read, if there is damage.
 func (l *refLog) mend() error {
 	size, err := l.readHeader()
-	if err != nil {
+	if errors.Is(err, blobstore.ErrRefsDamaged) {
+		l.dropped = append(l.dropped, blobstore.Dropped{Where: "the header of " + refsName, Bytes: logHeaderSize})
+	} else if err != nil {
 		return err
 	}
 	good, err := l.scan(size)
@@ -207,12 +244,8 @@ func (l *refLog) scan(size int64) (good []int64, err error) {
 
 // rewrite makes f a log with the frames of this one that are at these offsets. It is not synced.
 func (l *refLog) rewrite(f *durable.File, good []int64) error {
-	header := make([]byte, logHeaderSize)
-	if _, err := l.f.ReadAt(header, 0); err != nil {
-		return err
-	}
 	w := bufio.NewWriterSize(f, durable.PieceSize)
-	w.Write(header) // an error of any Write is that of Flush
+	w.Write(logHeader(l.salt)) // an error of any Write is that of Flush
 	at := int64(logHeaderSize)
 	put := func(payload []byte) {
 		h := head{length: uint32(len(payload)), synced: at, body: crc32.Checksum(payload, castagnoli)}

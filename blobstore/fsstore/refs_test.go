@@ -2,6 +2,7 @@ package fsstore
 
 import (
 	"bytes"
+	"encoding/hex"
 	"errors"
 	"fmt"
 	"os"
@@ -417,6 +418,75 @@ func acceptLoss(t *testing.T, log []byte, want []uint64) []blobstore.Dropped {
 		t.Error("it is another store")
 	}
 	return lost
+}
+
+// TestAcceptLossOfHeader changes the header of a log: an Open that accepts the loss finds everything, and where the salt
+// is not damaged, or only the end of it, it is the same store.
+func TestAcceptLossOfHeader(t *testing.T) {
+	dir, sizes := logOf(t, []uint64{1}, []uint64{2, 3}, []uint64{4})
+	path := filepath.Join(dir, refsName)
+	log, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	id := hex.EncodeToString(log[12:28])
+	spoilt := func(from, to int64, x byte) []byte {
+		b := bytes.Clone(log)
+		for at := from; at < to; at++ {
+			b[at] ^= x
+		}
+		return b
+	}
+	type damage struct {
+		log  []byte
+		same bool // store
+	}
+	all := []damage{
+		{spoilt(0, 32, 0xff), false}, {spoilt(12, 28, 0x11), false}, {spoilt(0, 12, 0x11), true}, {spoilt(24, 32, 1), true},
+	}
+	for at := range int64(logHeaderSize) {
+		for bit := range 8 {
+			all = append(all, damage{spoilt(at, at+1, 1<<bit), at < 12 || at >= 24})
+		}
+	}
+	for i, d := range all {
+		if err := os.WriteFile(path, d.log, 0o644); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := Open(dir, Options{}); !errors.Is(err, blobstore.ErrRefsDamaged) {
+			t.Fatalf("%d: open: %v", i, err)
+		}
+		if lost := acceptLoss(t, d.log, []uint64{1, 2, 3, 4}); len(lost) != 1 || lost[0].Bytes != logHeaderSize {
+			t.Errorf("%d: dropped %+v", i, lost)
+		}
+		st, err := Open(dir, Options{AcceptLoss: true})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if d.same && st.ID() != id {
+			t.Errorf("%d: it is another store: %s, not %s", i, st.ID(), id)
+		}
+		kill(t, st)
+	}
+	both := spoilt(14, 15, 1)
+	both[sizes[1]+30]++
+	if lost := acceptLoss(t, both, []uint64{1, 4}); len(lost) != 2 {
+		t.Errorf("dropped %+v", lost)
+	}
+	first := spoilt(14, 15, 1)
+	first[sizes[0]+30]++
+	for what, b := range map[string][]byte{"first frame too": first, "nothing": nil, "no frame": spoilt(14, 15, 1)[:32]} {
+		if err := os.WriteFile(path, b, 0o644); err != nil {
+			t.Fatal(err)
+		}
+		_, err := Open(dir, Options{AcceptLoss: true})
+		if !errors.Is(err, blobstore.ErrDamaged) || errors.Is(err, blobstore.ErrRefsDamaged) {
+			t.Errorf("%s: %v", what, err)
+		}
+		if kept, err := os.ReadFile(path); err != nil || !bytes.Equal(kept, b) {
+			t.Errorf("%s: the log was changed: %d bytes, %v", what, len(kept), err)
+		}
+	}
 }
 
 // TestAcceptLossFails lets each change of the mending fail: the log is the one that it was, or mended.
