@@ -40,6 +40,27 @@ func (e *SpaceError) Error() string {
 	return fmt.Sprintf("%s: needs %d bytes, %d bytes free", e.Path, e.Need, e.Free)
 }
 
+// UnavailableError: a registry knows that it can't give files of a base, as it found them damaged or missing. It is an
+// api.ErrBlobUnknown.
+type UnavailableError struct {
+	Host      string
+	Aggregate identity.Aggregate
+	Files     []staging.File // which of those that are needed
+}
+
+// Error names the files.
+func (e *UnavailableError) Error() string {
+	var names []string
+	for _, f := range e.Files {
+		names = append(names, fmt.Sprintf("%s (%s)", f.Name, f.Digest))
+	}
+	return fmt.Sprintf("base %s can't be pulled from %s, where these of its shards are damaged or missing: %s",
+		e.Aggregate, e.Host, some(names))
+}
+
+// Unwrap returns api.ErrBlobUnknown.
+func (e *UnavailableError) Unwrap() error { return api.ErrBlobUnknown }
+
 // PullOptions says how to pull. The zero value is ready to use.
 type PullOptions struct {
 	Jobs    int  // files, or parts of a file, received at a time; zero: 8
@@ -65,8 +86,8 @@ type Pulled struct {
 // repaired; any other folder that is not empty is ErrOccupied. The files of a checkpoint get no second name, and one
 // that has one is fetched anew.
 //
-// The errors are staging.ErrBusy, staging.ErrCollides, staging.ErrForeign, staging.ErrLost, ErrOccupied, ErrTarget, *SpaceError and
-// *FetchError. After each of them dir is as it was.
+// The errors are staging.ErrBusy, staging.ErrCollides, staging.ErrForeign, staging.ErrLost, ErrOccupied, ErrTarget, *SpaceError,
+// *UnavailableError and *FetchError. After each of them dir is as it was.
 func Pull(ctx context.Context, c *client.Client, plan Plan, dir string, o PullOptions) (Pulled, error) {
 	if o.Jobs <= 0 {
 		o.Jobs = defaultJobs
@@ -301,6 +322,9 @@ func (p *pull) fetch(ctx context.Context, have map[identity.Digest]bool) error {
 	if need > free {
 		return &SpaceError{filepath.Dir(p.done.Target), need, free}
 	}
+	if err := p.available(ctx, files); err != nil {
+		return err
+	}
 	f := &fetcher{c: p.c, repo: p.plan.Repository, area: p.area, jobs: p.o.Jobs, watch: p.o.Watch}
 	err = f.fetch(ctx, files)
 	p.done.Received, p.done.Resumed = f.received.Load(), f.resumed.Load()
@@ -309,6 +333,25 @@ func (p *pull) fetch(ctx context.Context, have map[identity.Digest]bool) error {
 		failed.Total = len(p.plan.Files)
 	}
 	return err
+}
+
+// available asks whether the registry can give the shards among files. One that does not know, as it is none of this
+// project, will tell when it is asked for the bytes.
+func (p *pull) available(ctx context.Context, files []staging.File) error {
+	if p.plan.Aggregate.IsZero() || len(files) == 0 {
+		return nil
+	}
+	base, err := p.c.BasePage(ctx, p.plan.Aggregate, "", 1)
+	if err != nil {
+		return context.Cause(ctx)
+	}
+	bad := slices.DeleteFunc(slices.Clone(files), func(f staging.File) bool {
+		return !slices.Contains(base.UnavailableShards, f.Digest)
+	})
+	if len(bad) == 0 {
+		return nil
+	}
+	return &UnavailableError{p.c.Host(), p.plan.Aggregate, bad}
 }
 
 // identity makes sure that the files received are the base that was asked for.

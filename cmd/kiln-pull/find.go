@@ -285,6 +285,7 @@ func (f *findFlags) packagings(ctx context.Context, c *client.Client, a identity
 		if err != nil {
 			return err
 		}
+		out.Unavailable = page.UnavailableShards
 		for _, p := range page.Packagings {
 			for _, h := range p.Manifests {
 				switch {
@@ -324,6 +325,7 @@ func (f *findFlags) artifacts(ctx context.Context, c *client.Client, a identity.
 			if err != nil {
 				return err
 			}
+			out.Unavailable = page.UnavailableShards
 			for _, x := range page.Artifacts {
 				switch {
 				case x.Kind == api.KindBase || !f.wants(x):

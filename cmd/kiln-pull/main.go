@@ -128,6 +128,7 @@ func explain(err error) error {
 	var space *transfer.SpaceError
 	var fetch *transfer.FetchError
 	var packagings *transfer.PackagingsError
+	var unavailable *transfer.UnavailableError
 	var elsewhere *transfer.ElsewhereError
 	var odd *transfer.AggregateError
 	var rule *safetensors.Error
@@ -160,6 +161,9 @@ func explain(err error) error {
 		code = cli.Code(err)
 		hint = fmt.Sprintf("what was received is kept; the same command fetches only the rest (%d of %d files)",
 			len(fetch.Failed), fetch.Total)
+	case errors.As(err, &unavailable):
+		code, hint = cli.CodeNotFound, "pull it from another registry, or have somebody who has those files push the base there "+
+			"again, which heals it"
 	case errors.As(err, &odd):
 		code, hint = cli.CodeUsage, odd.Hint()
 	case errors.As(err, &elsewhere):

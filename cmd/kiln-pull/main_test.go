@@ -19,7 +19,10 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kiln-registry/kiln-registry/api/client"
+	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/internal/testregistry"
+	"github.com/kiln-registry/kiln-registry/registry"
+	"github.com/kiln-registry/kiln-registry/registry/upkeep"
 	"github.com/kiln-registry/kiln-registry/transfer"
 )
 
@@ -31,6 +34,7 @@ func TestMain(m *testing.M) { testscript.Main(m, map[string]func(){"kiln-pull": 
 func TestScripts(t *testing.T) {
 	cmds := map[string]func(*testscript.TestScript, bool, []string){
 		"exits": testregistry.Exits, "shard": makeShard, "push": push, "turn": turn, "sent": sent, "disk": disk, "damage": damage,
+		"rot": rot,
 	}
 	maps.Copy(cmds, madeCommands)
 	testscript.Run(t, testscript.Params{
@@ -262,6 +266,18 @@ func disk(ts *testscript.TestScript, _ bool, args []string) {
 		ts.Fatalf("mount a tmpfs: %v (this test needs the right to mount: run it as root)", err)
 	}
 	ts.Defer(func() { ts.Check(unix.Unmount(dir, 0)) })
+}
+
+// rot damages the blob of a file in the registry, whose scrub finds it: rot FILE
+func rot(ts *testscript.TestScript, _ bool, args []string) {
+	d := identity.Sum([]byte(ts.ReadFile(args[0])))
+	path := ts.MkAbs(filepath.Join(".registry", "blobs", "sha256", d.Hex()[:2], d.Hex()))
+	ts.Check(os.Truncate(path, 1))
+	did, err := theValve(ts).next.(*registry.Registry).Scrubber().Scrub(context.Background(), upkeep.Order{})
+	ts.Check(err)
+	if did.Damaged != 1 {
+		ts.Fatalf("the scrub found %+v", did)
+	}
 }
 
 // damage changes a file: damage FILE flip|short|long

@@ -19,7 +19,11 @@ import (
 
 // Rows writes findings as they come: a listing has no bound. It is not safe for concurrent use.
 type Rows struct {
-	Count    int    // rows written so far
+	Count int // rows written so far
+	// Unavailable are the shards of the base that the registry knows to be damaged or missing there. It is set before the
+	// first row.
+	Unavailable []identity.Digest
+
 	registry string // host of the references
 	json     *json.Encoder
 	table    *tabwriter.Writer
@@ -38,7 +42,8 @@ func NewRows(w io.Writer, registry string, asJSON bool) *Rows {
 // Base writes a manifest that holds a base.
 func (o *Rows) Base(s identity.Summary, packaging identity.Digest, h api.Held) {
 	o.head(func() string {
-		return fmt.Sprintf("base %s: %s, %s", s.Aggregate, cli.Count(s.ShardCount, "shard"), cli.Bytes(int64(s.TotalSize)))
+		return fmt.Sprintf("base %s: %s, %s", s.Aggregate, cli.Count(s.ShardCount, "shard"), cli.Bytes(int64(s.TotalSize))) +
+			o.unavailable()
 	})
 	if o.json != nil {
 		o.encode(struct {
@@ -47,10 +52,19 @@ func (o *Rows) Base(s identity.Summary, packaging identity.Digest, h api.Held) {
 			Identity  identity.Summary `json:"base_weight_identity"`
 			Reference string           `json:"reference"`
 			api.Held
-		}{api.KindBase, packaging, s, Reference(o.registry, h), h})
+			Unavailable []identity.Digest `json:"unavailable_shards,omitempty"`
+		}{api.KindBase, packaging, s, Reference(o.registry, h), h, o.Unavailable})
 		return
 	}
-	o.row(api.KindBase, h, "", "bytes", "held", "packaging "+packaging.Hex()[:12])
+	o.row(api.KindBase, h, "", "bytes", "held", "packaging "+packaging.Hex()[:12]+o.unavailable())
+}
+
+// unavailable says that the base can't be pulled, if it can't.
+func (o *Rows) unavailable() string {
+	if n := len(o.Unavailable); n > 0 {
+		return fmt.Sprintf("; can't be pulled: %s damaged or missing", cli.Count(n, "shard"))
+	}
+	return ""
 }
 
 // Artifact writes an artifact that was made from a base.
@@ -59,7 +73,7 @@ func (o *Rows) Artifact(x api.Artifact) {
 		if x.Binding.Aggregate.IsZero() {
 			return "no base recorded"
 		}
-		return fmt.Sprintf("base %s: %s", x.Binding.Aggregate, held(x.Binding))
+		return fmt.Sprintf("base %s: %s", x.Binding.Aggregate, held(x.Binding)) + o.unavailable()
 	})
 	if o.json != nil {
 		o.encode(struct {
