@@ -56,6 +56,7 @@ func Check(ops ...Op) error {
 // numbered is an op that carries a sequence number of a repository.
 type numbered interface {
 	number() (repo string, seq uint64)
+	lacks(t tx) (why string, err error) // part of Lacks
 }
 
 func (o PutManifest) number() (string, uint64)    { return o.Repo, o.Seq }

@@ -104,6 +104,112 @@ func (t tx) exportManifest(repo string, d identity.Digest) (Row, int, error) {
 	}, size + 32*len(refers), err
 }
 
+// Lack is a change that an index does not know, or not all of.
+type Lack struct {
+	Op  Op
+	Why string // what is not there, or does not read back
+}
+
+// Lacks compares the index with changes that it should know, and returns those of which neither they themselves nor a
+// later one of the same name is there, and those of a manifest or tag of which a row is missing that goes with it. Of a
+// PutManifest it needs repository, digest, number and Refers. Ops without a number, and changes with a repository, tag
+// or number that Apply refuses, are left out. It reads in one transaction: some hundred changes are enough for a call.
+func (ix *Index) Lacks(ctx context.Context, ops ...Op) (lacking []Lack, err error) {
+	err = ix.view(ctx, func(t tx) error {
+		lacking = nil
+		for _, o := range ops {
+			n, ok := o.(numbered)
+			if !ok || checkName(n.number()) != nil {
+				continue
+			}
+			why, err := n.lacks(t)
+			if errors.Is(err, ErrDamaged) {
+				why, err = err.Error(), nil
+			}
+			if err != nil {
+				return err
+			}
+			if why != "" {
+				lacking = append(lacking, Lack{o, why})
+			}
+		}
+		return nil
+	})
+	return lacking, err
+}
+
+func (o PutManifest) lacks(t tx) (why string, err error) {
+	r, held, err := t.record(o.Repo, o.Digest)
+	if err != nil {
+		return "", err
+	}
+	if held && r.Seq >= o.Seq {
+		return o.lacksRow(t, r)
+	}
+	if gone, err := t.number(manifestGoneKey(o.Repo, o.Digest)); err != nil || gone >= o.Seq {
+		return "", err
+	}
+	return "the manifest", nil
+}
+
+// lacksRow looks for the rows that go with the record of the manifest.
+func (o PutManifest) lacksRow(t tx, r Record) (why string, err error) {
+	bindings, err := t.bindings(r)
+	if err != nil {
+		return "", err
+	}
+	rows := []key{contentKey(r.Digest, partBytes), contentKey(r.Digest, partHolder).text(r.Repo)}
+	for k := range r.listings(bindings) {
+		rows = append(rows, k)
+	}
+	for _, k := range rows {
+		if has, err := t.has(k); err != nil || !has {
+			return fmt.Sprintf("a %q row of the manifest", k[:1]), err
+		}
+	}
+	for _, b := range o.Refers {
+		if has, err := t.has(blobKey(b, r.Repo).ascending(r.Seq).sum(r.Digest)); err != nil || !has {
+			return "that the manifest refers to blob " + b.String(), err
+		}
+	}
+	for _, c := range o.Lists {
+		if has, err := t.has(listedKey(r.Repo, c).sum(r.Digest)); err != nil || !has {
+			return "that the manifest lists " + c.String(), err
+		}
+	}
+	return "", nil
+}
+
+func (o DeleteManifest) lacks(t tx) (why string, err error) {
+	if gone, err := t.number(manifestGoneKey(o.Repo, o.Digest)); err != nil || gone >= o.Seq {
+		return "", err
+	}
+	return "that the manifest was deleted", nil
+}
+
+func (o PutTag) lacks(t tx) (why string, err error) { return t.lacksTag(o.Repo, o.Tag, o.Seq) }
+
+func (o DeleteTag) lacks(t tx) (why string, err error) { return t.lacksTag(o.Repo, o.Tag, o.Seq) }
+
+func (t tx) lacksTag(repo, tag string, seq uint64) (why string, err error) {
+	if checkTag(tag) != nil {
+		return "", nil
+	}
+	v, err := t.tag(repo, tag)
+	switch {
+	case err != nil:
+		return "", err
+	case v.seq < seq:
+		return "the last change of the tag", nil
+	case v.digest.IsZero():
+		return "", nil
+	}
+	if has, err := t.has(manifestKey(repo, v.digest, partTag).rest(tag)); err != nil || has {
+		return "", err
+	}
+	return "that the tag is one of " + v.digest.String(), nil
+}
+
 // Entry is a manifest of a repository as it stands, with the tags that point to it.
 type Entry struct {
 	PutManifest

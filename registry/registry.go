@@ -26,6 +26,7 @@ import (
 	"github.com/kiln-registry/kiln-registry/index"
 	"github.com/kiln-registry/kiln-registry/registry/access"
 	"github.com/kiln-registry/kiln-registry/registry/answers"
+	"github.com/kiln-registry/kiln-registry/registry/classify"
 	"github.com/kiln-registry/kiln-registry/registry/prune"
 	"github.com/kiln-registry/kiln-registry/registry/upkeep"
 )
@@ -62,6 +63,9 @@ type Config struct {
 	Immutable access.TagPatterns
 	Observe   func(Served) // told of each request when it has been answered; nil: nobody is
 	Metrics   http.Handler // what /metrics answers, to anybody; nil: it is no route
+	// Checked, if set, waits until what the index is kept in is read through, and returns what is wrong with it. Nothing is
+	// collected before.
+	Checked func(context.Context) error
 }
 
 // Registry is a registry. It is safe for concurrent use. It owns none of its parts: whoever made them closes them,
@@ -138,8 +142,8 @@ func New(c Config) (*Registry, error) {
 		r.lease = defaultLease
 	}
 	r.collector = &upkeep.Collector{
-		Store: c.Store, Index: c.Index, Locks: &r.locks, Enter: r.enter, Uses: r.uses,
-		Changed: r.aside.changed, Log: c.Log, Now: r.now, ReadOnly: c.ReadOnly,
+		Store: c.Store, Refs: c.Refs, Index: c.Index, Names: namesOf, Checked: c.Checked, Locks: &r.locks,
+		Enter: r.enter, Uses: r.uses, Changed: r.aside.changed, Log: c.Log, Now: r.now, ReadOnly: c.ReadOnly,
 	}
 	r.aside.at = -1
 	r.scrubber = upkeep.NewScrubber(c.Store, c.Index, c.Log, r.now, r.aside.changed)
@@ -164,12 +168,15 @@ func (r *Registry) Stop() { r.state.Store(stopping) }
 func (r *Registry) Health() api.Health {
 	state := r.state.Load()
 	records := r.scrubber.Pass().Records == ""
+	lacking, lackErr := upkeep.Lacking(context.Background(), r.ix)
+	agrees := lacking == nil && lackErr == nil
 	h := api.Health{
 		Status: "ok", Version: r.version, Role: "registry", Backend: "none",
 		Checks: []api.Check{
 			{Name: "index_level_with_store", Pass: r.indexed.Load()},
 			{Name: "accepting_requests", Pass: state == ready},
 			{Name: "records_readable", Pass: records},
+			{Name: "index_agrees_with_records", Pass: agrees},
 		},
 	}
 	n, err := r.aside.count(r.store)
@@ -181,10 +188,20 @@ func (r *Registry) Health() api.Health {
 	switch {
 	case state != ready:
 		h.Status = "maintenance"
-	case !records || n > 0 || len(missing) > 0 || err != nil || missErr != nil:
+	case !records || !agrees || n > 0 || len(missing) > 0 || err != nil || missErr != nil:
 		h.Status = "degraded"
 	}
 	return h
+}
+
+// namesOf says what a manifest names that was put before.
+func namesOf(ref blobstore.Ref) (refers, lists []identity.Digest, err error) {
+	m, err := classify.ParseTaken(ref.MediaType, ref.Manifest)
+	if err != nil {
+		return nil, nil, fmt.Errorf("%w: manifest %s of %s was taken and does not parse: %w", blobstore.ErrRefsDamaged,
+			ref.Digest, ref.Repo, err)
+	}
+	return m.Refers(), m.Lists(), nil
 }
 
 // missing returns the blobs that were found missing and are still referred to.

@@ -1,6 +1,7 @@
 package upkeep
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -23,6 +24,8 @@ var (
 	ErrReadOnly = errors.New("the registry is read-only")
 	// ErrTooMuch: so large a share of the store would go that it looks like a mistake. Nothing was removed, or no more.
 	ErrTooMuch = errors.New("too much of the store would go")
+	// ErrLacking: the index is damaged, as it lacks what the store has on record. Nothing is removed by it.
+	ErrLacking = errors.New("the index lacks what the store has on record; kiln-registry reindex makes it anew")
 )
 
 const (
@@ -32,6 +35,8 @@ const (
 	DefaultMaxShare = 0.5
 	// removers is how many blobs are removed at a time: a removal mostly waits, for a disk or for a bucket.
 	removers = 8
+	// maxRound is how many blobs that may go are compared with the store's refs at a time.
+	maxRound = 1 << 16
 	// maxBusy is how many blobs that were in use are come back to at the end of a collection.
 	maxBusy = 4096
 	// maxFailed is how many blobs may not be removable before a collection gives up.
@@ -54,6 +59,11 @@ type Amount struct {
 func (a *Amount) add(bytes int64) {
 	a.Blobs++
 	a.Bytes += bytes
+}
+
+func (a *Amount) sub(bytes int64) {
+	a.Blobs--
+	a.Bytes -= bytes
 }
 
 // Collection is what a collection found and did. Found is Held + Leased + Young + Unused.
@@ -85,12 +95,21 @@ type Terms struct {
 	Gone func(Blob)
 }
 
-// Collector removes the blobs of a store that nothing refers to, while others push. All fields are needed. One
-// collection runs at a time, and its memory does not grow with the store. Nothing has to be kept over a crash: what was
-// not removed is found again.
+// Collector removes the blobs of a store that nothing refers to, while others push. All fields are needed, but Checked.
+// One collection runs at a time. Nothing has to be kept over a crash: what was not removed is found again.
+//
+// The index says which blobs nothing refers to. It is a view, and may be damaged without that it shows: before the first
+// blob goes, the refs of the store are read through, and what they refer to stays. Only a blob that waits for its
+// manifest is known to the index alone: if that has lost its lease, the grace period keeps it, by the time of the store.
+// Memory grows with what refers to the 65,536 blobs that are looked at together, and not with the store.
 type Collector struct {
 	Store blobstore.Store
+	Refs  blobstore.Refs
 	Index *index.Index
+	// Names says what the manifest of a ref names.
+	Names Names
+	// Checked, if set, waits until the file of the index is read through, and returns what is wrong with it.
+	Checked func(context.Context) error
 	// Locks are held by all who make blobs referred to.
 	Locks *Locks
 	// Enter is called before the index is asked, and leave when what follows from the answer is done. Meanwhile the index
@@ -105,6 +124,7 @@ type Collector struct {
 	// ReadOnly leaves only dry runs, and nothing for Run to do.
 	ReadOnly bool
 
+	round   int // blobs that are compared with the refs together; 0: maxRound
 	running sync.Mutex
 	last    atomic.Pointer[Collection]
 	mu      sync.Mutex // guards totals
@@ -152,8 +172,8 @@ type collectState struct {
 }
 
 // Collect counts first, and then removes what nothing refers to. It ends with an error at the first thing that it can't
-// find out, and never removes a blob in doubt. ErrRunning, ErrTooMuch, ErrNotLevel, ErrReadOnly. What it returns is
-// true also with an error.
+// find out, and never removes a blob in doubt. ErrRunning, ErrTooMuch, ErrLacking, ErrNotLevel, ErrReadOnly. What it
+// returns is true also with an error.
 func (c *Collector) Collect(ctx context.Context, t Terms) (Collection, error) {
 	if c.ReadOnly && !t.DryRun {
 		return Collection{}, fmt.Errorf("collect: %w", ErrReadOnly)
@@ -191,10 +211,12 @@ func (c *Collector) Run(ctx context.Context, every time.Duration, t Terms) {
 			err = c.collectAndLog(ctx, t)
 		}
 		if err != nil && ctx.Err() == nil {
-			c.Log.Error("blobs not collected", "error", err)
 			pause := min(every, retryAfter)
-			if errors.Is(err, ErrTooMuch) { // somebody has to look at it
+			if errors.Is(err, ErrTooMuch) || errors.Is(err, ErrLacking) { // somebody has to look at it
 				pause = every
+			}
+			if !errors.Is(err, ErrLacking) { // which is logged already
+				c.Log.Error("blobs not collected", "error", err)
 			}
 			_ = wait(ctx, pause) // the loop looks at ctx
 		}
@@ -231,6 +253,9 @@ type collecting struct {
 	terms Terms
 
 	receipts map[identity.Digest]bool // blobs of uploads that can still be ended again; these stay
+	goes     []blobstore.Info         // what count found that may go
+	rounds   int                      // in which it did; goes is that of the last one
+	aside    []blobstore.Info         // what may go of the quarantine
 
 	telling sync.Mutex // held while Gone is called; nobody has another lock then
 
@@ -240,10 +265,18 @@ type collecting struct {
 }
 
 func (r *collecting) run(ctx context.Context) error {
+	if r.c.Checked != nil {
+		if err := r.c.Checked(ctx); err != nil {
+			return err
+		}
+	}
 	if err := r.findReceipts(ctx); err != nil {
 		return err
 	}
 	if err := r.count(ctx); err != nil {
+		return err
+	}
+	if err := r.findAside(ctx); err != nil {
 		return err
 	}
 	if err := r.check(r.did.Unused); err != nil {
@@ -311,23 +344,26 @@ func (r *collecting) findReceipts(ctx context.Context) error {
 	return nil
 }
 
-// count fills in what there is.
+// count fills in what there is, and compares all that may go with the refs of the store.
 func (r *collecting) count(ctx context.Context) error {
-	for i, err := range r.c.Store.List(ctx, identity.Digest{}) {
-		if err != nil {
-			return err
-		}
-		u, err := r.use(ctx, i)
-		if err != nil {
-			return err
-		}
+	amounts := []*Amount{held: &r.did.Held, leased: &r.did.Leased, young: &r.did.Young, unused: &r.did.Unused}
+	see := func(i blobstore.Info, u use) {
 		r.did.Found.add(i.Size)
-		[]*Amount{held: &r.did.Held, leased: &r.did.Leased, young: &r.did.Young, unused: &r.did.Unused}[u].add(i.Size)
-		if u == unused && r.terms.DryRun {
-			r.tell(i)
-		}
+		amounts[u].add(i.Size)
 	}
-	return ctx.Err()
+	return r.sift(ctx, see, func(unused, claimed []blobstore.Info) error {
+		for _, i := range claimed {
+			r.did.Unused.sub(i.Size)
+			r.did.Held.add(i.Size)
+		}
+		for _, i := range unused {
+			if r.terms.DryRun {
+				r.tell(i)
+			}
+		}
+		r.goes, r.rounds = unused, r.rounds+1
+		return nil
+	})
 }
 
 // use finds out what keeps a blob.
@@ -362,8 +398,8 @@ func (r *collecting) tell(i blobstore.Info) {
 	}
 }
 
-// quarantine removes what is set aside and nothing refers to: nobody misses it.
-func (r *collecting) quarantine(ctx context.Context) error {
+// findAside finds what is set aside and nothing refers to: nobody misses it. More than a round is left for the next time.
+func (r *collecting) findAside(ctx context.Context) error {
 	q, ok := r.c.Store.(blobstore.Quarantine)
 	if !ok {
 		return nil
@@ -376,18 +412,30 @@ func (r *collecting) quarantine(ctx context.Context) error {
 		u, err := r.use(ctx, a.Info)
 		if err != nil {
 			return err
-		} else if u != unused {
-			continue
 		}
+		if u == unused {
+			if r.aside = append(r.aside, a.Info); len(r.aside) == cmp.Or(r.c.round, maxRound) {
+				break
+			}
+		}
+	}
+	var err error
+	r.aside, _, err = r.claimed(ctx, r.aside)
+	return err
+}
+
+// quarantine removes what findAside has found.
+func (r *collecting) quarantine(ctx context.Context) error {
+	for _, i := range r.aside {
 		if !r.terms.DryRun {
-			if gone, err := r.oneAside(ctx, a.Info); err != nil {
+			if gone, err := r.oneAside(ctx, i); err != nil {
 				return err
 			} else if !gone {
 				continue
 			}
 		}
-		r.did.Aside.add(a.Size)
-		r.tell(a.Info)
+		r.did.Aside.add(i.Size)
+		r.tell(i)
 	}
 	return nil
 }
@@ -410,50 +458,29 @@ func (r *collecting) oneAside(ctx context.Context, i blobstore.Info) (gone bool,
 
 // remove removes what nothing refers to, some at a time, and comes back once to what was in use.
 func (r *collecting) remove(ctx context.Context) error {
-	err := r.each(ctx, func(work chan<- blobstore.Info, done <-chan struct{}) error {
-		for i, err := range r.c.Store.List(ctx, identity.Digest{}) {
-			if err != nil {
-				return err
-			}
-			if u, err := r.use(ctx, i); err != nil {
-				return err
-			} else if u != unused {
-				continue
-			}
-			select {
-			case work <- i:
-			case <-done:
-				return nil
-			}
-		}
-		return nil
-	})
+	err := error(nil)
+	if r.rounds == 1 {
+		err = r.these(ctx, r.goes)
+	} else {
+		err = r.sift(ctx, func(blobstore.Info, use) {}, func(unused, _ []blobstore.Info) error {
+			return r.these(ctx, unused)
+		})
+	}
 	if err != nil {
 		return err
 	}
 	later := r.later
 	r.later, r.did.Busy = nil, r.did.Busy-int64(len(later))
-	return r.each(ctx, func(work chan<- blobstore.Info, done <-chan struct{}) error {
-		for _, i := range later {
-			select {
-			case work <- i:
-			case <-done:
-				return nil
-			}
-		}
-		return nil
-	})
+	return r.these(ctx, later)
 }
 
-// each runs feed and removes what it sends, until either fails.
-func (r *collecting) each(
-	ctx context.Context, feed func(work chan<- blobstore.Info, done <-chan struct{}) error,
-) error {
+// these removes blobs, some at a time, until one fails.
+func (r *collecting) these(ctx context.Context, blobs []blobstore.Info) error {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	work := make(chan blobstore.Info)
 	var wg sync.WaitGroup
-	for range removers {
+	for range min(removers, len(blobs)) {
 		wg.Go(func() {
 			for i := range work {
 				gone, err := r.one(ctx, i)
@@ -466,13 +493,17 @@ func (r *collecting) each(
 			}
 		})
 	}
-	err := feed(work, ctx.Done())
+	for _, i := range blobs {
+		select {
+		case work <- i:
+			continue
+		case <-ctx.Done():
+		}
+		break
+	}
 	close(work)
 	wg.Wait()
-	if ctx.Err() != nil {
-		return context.Cause(ctx)
-	}
-	return err
+	return context.Cause(ctx)
 }
 
 // one removes a blob.
@@ -538,8 +569,7 @@ func (r *collecting) reserve(i blobstore.Info) error {
 func (r *collecting) kept(ctx context.Context, i blobstore.Info, err error) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.did.Removed.Blobs--
-	r.did.Removed.Bytes -= i.Size
+	r.did.Removed.sub(i.Size)
 	switch {
 	case errors.Is(err, blobstore.ErrNotFound): // gone, or another copy
 		return nil

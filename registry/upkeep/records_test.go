@@ -1,10 +1,19 @@
 package upkeep_test
 
 import (
+	"bytes"
+	"encoding/binary"
+	"errors"
+	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
+
+	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/index"
+	"github.com/kiln-registry/kiln-registry/index/boltkv"
 
 	"github.com/kiln-registry/kiln-registry/registry/upkeep"
 )
@@ -37,4 +46,154 @@ func TestDamagedRecords(t *testing.T) {
 		t.Error(r.log)
 	}
 	r.do(200, "GET", "/v2/team/x/manifests/b", nil) // the index serves it
+}
+
+// flipRig is a registry that was stopped when it held images, each with a tag, of which the last three were deleted.
+// It returns the layers of those that live, and the file of the index.
+func flipRig(t *testing.T) (r *rig, h *hands, layers []identity.Digest, file []byte) {
+	h = new(hands)
+	r = newRig(t, func(r *rig) { r.clock = h.clock })
+	for i := range 40 {
+		layer := fmt.Append(nil, "layer ", i)
+		m := r.image("team/m", layer)
+		r.put(201, "team/m", fmt.Sprint("t", i), m)
+		if i < 37 {
+			layers = append(layers, identity.Sum(layer))
+		} else {
+			r.do(202, "DELETE", "/v2/team/m/manifests/"+identity.Sum(m).String(), nil)
+		}
+	}
+	h.forward(week)
+	r.stop()
+	file, err := os.ReadFile(filepath.Join(r.dir, "index.db"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	r.start()
+	return r, h, layers, file
+}
+
+// begin starts a rig on another file of its index. damaged says that it does not open.
+func (r *rig) begin(file []byte) (damaged bool) {
+	r.t.Helper()
+	path := filepath.Join(r.dir, "index.db")
+	if err := os.WriteFile(path, file, 0o600); err != nil {
+		r.t.Fatal(err)
+	}
+	kv, err := boltkv.Open(path, boltkv.Options{})
+	if errors.Is(err, index.ErrDamaged) {
+		return true
+	}
+	if err := errors.Join(err, kv.Close()); err != nil {
+		r.t.Fatal(err)
+	}
+	r.start()
+	return false
+}
+
+// TestDigestFlipped: a bit of a digest in a row of the index that is only a key. The row says that a manifest refers to
+// another blob, and nothing says any more that it refers to this one: a collection notices before anything goes, and
+// so does a scrub.
+func TestDigestFlipped(t *testing.T) {
+	r, _, layers, file := flipRig(t)
+	tried, found := 0, 0
+	for n, d := range layers[:12] {
+		row := append([]byte{'b'}, d[:]...) // the blob, and then the repository
+		for at := 0; ; at++ {
+			i := bytes.Index(file[at:], append(slices.Clone(row), "team/m\x00"...))
+			if i < 0 {
+				break
+			}
+			at += i
+			spoilt := slices.Clone(file)
+			spoilt[at+1+31-n%3] ^= 1 << (n % 8) // near its end, so that the keys stay in order
+			r.stop()
+			if r.begin(spoilt) {
+				r.begin(file)
+				continue
+			}
+			tried++
+			if used, err := r.ix.Referred(t.Context(), d); err != nil || used {
+				continue // the row was none that is in use
+			}
+			found++
+			r.lacks(d)
+		}
+	}
+	if tried < 10 || found < 10 {
+		t.Errorf("tried %d, found %d", tried, found)
+	}
+}
+
+// lacks checks that what the index has lost is noticed, and that nothing goes.
+func (r *rig) lacks(d identity.Digest) {
+	r.t.Helper()
+	ctx, before := r.t.Context(), len(r.stored())
+	for _, dry := range []bool{true, false} {
+		failed := r.reg.Collector().Totals().Failed
+		did, err := r.reg.Collector().Collect(ctx, upkeep.Terms{Force: true, DryRun: dry})
+		if !errors.Is(err, upkeep.ErrLacking) || !strings.Contains(err.Error(), d.String()) ||
+			!strings.Contains(err.Error(), "of team/m") || did.Removed.Blobs > 0 || len(r.stored()) != before {
+			r.t.Errorf("dry %v: %v, %+v", dry, err, did)
+		}
+		if !dry && r.reg.Collector().Totals().Failed != failed+1 {
+			r.t.Error("it does not count as failed")
+		}
+	}
+	if !strings.Contains(r.log.String(), `level=ERROR msg="the index is damaged, nothing is collected: kiln-registry reindex`) {
+		r.t.Error(r.log)
+	}
+	r.agrees(false)
+	if err := r.reg.Reindex(ctx); err != nil {
+		r.t.Fatal(err)
+	}
+	r.agrees(true)
+	if did := r.collect(upkeep.Terms{Force: true, DryRun: true}); did.Unused.Blobs != 3 {
+		r.t.Errorf("after a reindex: %+v", did)
+	}
+}
+
+// agrees checks whether the index is said to agree with the records.
+func (r *rig) agrees(agrees bool) {
+	r.t.Helper()
+	h, ok := r.reg.Health(), false
+	for _, c := range h.Checks {
+		ok = ok || c.Name == "index_agrees_with_records" && c.Pass == agrees
+	}
+	if !ok || (h.Status == "ok") != agrees {
+		r.t.Errorf("want agrees %v: %+v", agrees, h)
+	}
+}
+
+// TestCountFlipped: a bit of the number of rows of a page of the index. Rows are gone by it, and no other row shows it.
+// It is found when the file is opened; where it is not, no blob of a manifest goes.
+func TestCountFlipped(t *testing.T) {
+	r, _, layers, file := flipRig(t)
+	size, tried := os.Getpagesize(), 0
+	for page := 2; page < len(file)/size; page++ {
+		at := page*size + 8
+		count := binary.NativeEndian.Uint16(file[at+2:])
+		if binary.NativeEndian.Uint16(file[at:]) != 2 || count < 2 {
+			continue
+		}
+		for bit := range 7 {
+			spoilt := slices.Clone(file)
+			binary.NativeEndian.PutUint16(spoilt[at+2:], count^1<<bit)
+			r.stop()
+			if tried++; r.begin(spoilt) {
+				r.begin(file)
+				continue
+			}
+			_, err := r.reg.Collector().Collect(t.Context(), upkeep.Terms{Force: true})
+			if err != nil && !errors.Is(err, upkeep.ErrLacking) {
+				t.Errorf("page %d, bit %d: %v", page, bit, err)
+			}
+			if kept := r.kept(layers...); slices.Contains(kept, false) {
+				t.Fatalf("page %d, bit %d: kept %v", page, bit, kept)
+			}
+		}
+	}
+	if tried < 20 {
+		t.Errorf("tried %d", tried)
+	}
 }
