@@ -139,10 +139,13 @@ func TestCheckpointRefused(t *testing.T) {
 		{doc, `"cuda:0"`, `"cuda:9"`, RuleSelfDigest, "$.auxiliary_state.execution_provenance.provenance_sha256", ""},
 		{doc, `"auxiliary_state":{`, `"auxiliary_state":{"z":[{"y":{"x":1,"x":1}}],`, strictjson.RuleDuplicate,
 			"$.auxiliary_state.z[0].y", "twice"},
-		{doc, `"auxiliary_state":{`, `"auxiliary_state":{"z":` + strings.Repeat("[", 127), strictjson.RuleDepth, "", ""},
+		{doc, `"auxiliary_state":{`, `"auxiliary_state":{"z":` + strings.Repeat("[", 126), strictjson.RuleDepth, "", ""},
+		{doc, `"effective_config":{"seed":7}`, `"effective_config":{"a":[1e400]}`, strictjson.RuleF64,
+			"$.effective_config.a[0]", "out of range"},
+		{doc, `"auxiliary_state":{`, `"auxiliary_state":{"z":-1e999,`, strictjson.RuleF64, "$.auxiliary_state.z", ""},
 	})
 	checkTaken(t, []taken{
-		{doc, `"auxiliary_state":{`, `"auxiliary_state":{"z":` + strings.Repeat("[", 126) + strings.Repeat("]", 126) + `,`},
+		{doc, `"auxiliary_state":{`, `"auxiliary_state":{"z":` + strings.Repeat("[", 125) + strings.Repeat("]", 125) + `,`},
 		{doc, `"cursor_in_epoch":1,"data_order":[1,0]`, `"cursor_in_epoch":2,"data_order":[0,1]`},
 		{doc, `"total_steps":2,"epoch_index":0,"cursor_in_epoch":1,"data_order":[1,0]`,
 			`"total_steps":1,"epoch_index":9,"cursor_in_epoch":0,"data_order":[]`},
@@ -160,6 +163,7 @@ func TestCheckpointPaths(t *testing.T) {
 		strings.Repeat("a", 1024): true, "...": true,
 		"": false, "/a": false, "a/": false, "a//b": false, ".": false, "..": false, "./a": false, "a/../b": false,
 		"a/./b": false, `a\\b`: false, `a\u0000b`: false, "checkpoint_manifest.json": false, ".incomplete": false,
+		".incomplete/x": false, "checkpoint_manifest.json/x": false, "a/.incomplete": true, ".incomplete2/x": true,
 		strings.Repeat("a", 1025): false,
 	} {
 		data := bytes.ReplaceAll(example(t, "checkpoint_manifest.json"), []byte("adapter.safetensors"), []byte(path))

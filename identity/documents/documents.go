@@ -2,7 +2,8 @@
 // manifest, eval job and result, outcome rows, execution provenance; and this project's own statements.
 //
 // A reader is as strict as Kiln is, and stricter where a document could mean two things: member names count once and in
-// exact letter case, at every depth; integers never pass through a float; digests are well-formed. Members that a
+// exact letter case, at every depth; integers never pass through a float, and no number is beyond the range of one;
+// digests are well-formed. Members that a
 // lenient document may have beside the known ones are checked as JSON and otherwise ignored. An optional member that is
 // null counts as absent. Nothing is ever written back: a parsed value is a view of the bytes as they were pushed, and
 // its raw members are parts of them, not copies.
@@ -92,6 +93,7 @@ var hints = map[string]string{
 	strictjson.RuleExactName:    "spell it as the format does",
 	strictjson.RuleRequired:     "write the document anew with its tool",
 	strictjson.RuleInteger:      "write it as plain digits",
+	strictjson.RuleF64:          "write a number that a float64 can hold, or null",
 	RuleInputSize:               "no tool writes one this large: check that it is the right file",
 	RuleSchemaVersion:           "write it anew with a version that is read",
 	RuleDocumentType:            "check that it is the right file",
@@ -238,7 +240,10 @@ func read(k Kind, limit int, data []byte, document func(reader) error) error {
 		return &Error{Kind: k, Rule: RuleInputSize, Path: "$",
 			Msg: fmt.Sprintf("%d bytes, at most %d are read", len(data), limit)}
 	}
-	err := strictjson.Read(data, func(r *strictjson.Reader) error { return document(reader{r, data}) })
+	err := strictjson.Read(data, func(r *strictjson.Reader) error {
+		r.Finite()
+		return document(reader{r, data})
+	})
 	if err != nil {
 		return refusal(k, data, err)
 	}

@@ -85,7 +85,7 @@ func TestEvalRefused(t *testing.T) {
 		{job, `"effective_seed":"17"`, `"effective_seed":1e3`, strictjson.RuleInteger, "$.effective_seed", ""},
 		{job, `"effective_seed":"17"`, `"effective_seed":true`, strictjson.RuleType, "$.effective_seed", ""},
 		{job, `"effective_seed":"17"`, `"Effective_seed":"17"`, strictjson.RuleExactName, "", ""},
-		{job, `"headline_accuracy":null`, `"headline_accuracy":1e400`, RuleValue, "$.headline_accuracy", "out of range"},
+		{job, `"headline_accuracy":null`, `"headline_accuracy":1e400`, strictjson.RuleF64, "$.headline_accuracy", "out of range"},
 		{job, `"size_bytes":11`, `"size_bytes":10`, identity.RuleTotal, "$.base_weight_shard_manifest", ""},
 		{result, `"runs":[]`, `"runs":[{}]`, strictjson.RuleRequired, "$.runs[0]", ""},
 		{result, `"runs":[]`, `"execution_provenance":{"schema_version":1},"runs":[]`, strictjson.RuleRequired,

@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"errors"
 	"fmt"
-	"math"
 	"strconv"
 	"strings"
 	"unicode"
@@ -115,8 +114,8 @@ func (r reader) float(name string, to *float64) field {
 		if err != nil {
 			return err
 		}
-		if *to, err = strconv.ParseFloat(s, 64); err != nil || math.IsInf(*to, 0) {
-			return r.Fail(at, RuleValue, "number %.40s is out of range", s)
+		if *to, err = strconv.ParseFloat(s, 64); err != nil {
+			return r.Fail(at, strictjson.RuleF64, "number %.40s is out of range", s)
 		}
 		return nil
 	}}
@@ -300,8 +299,9 @@ func relativePath(s string) error {
 		return fmt.Errorf("the path has %d bytes, must have 1 to %d", len(s), maxPath)
 	case strings.ContainsAny(s, "\\\x00"):
 		return fmt.Errorf("%.80q contains a backslash or a NUL", s)
-	case s == CheckpointFile || s == incompleteFile:
-		return fmt.Errorf("%q is a reserved name", s)
+	}
+	if top, _, _ := strings.Cut(s, "/"); top == CheckpointFile || top == incompleteFile {
+		return fmt.Errorf("%.80q: the name %s is reserved at the top of the folder", s, top)
 	}
 	for part := range strings.SplitSeq(s, "/") {
 		if part == "" || part == "." || part == ".." {

@@ -514,6 +514,7 @@ func TestRequestRefused(t *testing.T) {
 		{`"effective_config":{"seed":7}`, `"effective_config":7`, strictjson.RuleType, "$.effective_config"},
 		{`"effective_config":{"seed":7}`, `"effective_config":{"a":{"b":1,"b":1}}`, strictjson.RuleDuplicate,
 			"$.effective_config.a"},
+		{`"effective_config":{"seed":7}`, `"effective_config":{"a":1e400}`, strictjson.RuleF64, "$.effective_config.a"},
 		{`"parameter_dtype":"bf16"`, `"parameter_dtype":""`, documents.RuleText, "$.precision_policy.parameter_dtype"},
 		{`"parameter_dtype":"bf16",`, ``, strictjson.RuleRequired, "$.precision_policy"},
 		{`"content_sha256":"1`, `"content_sha256":"sha256:1`, documents.RuleDigestForm, "$.data.content_sha256"},

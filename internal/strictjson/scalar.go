@@ -48,7 +48,21 @@ func (r *Reader) number() ([]byte, error) {
 			return nil, r.unexpected("a digit")
 		}
 	}
-	return r.data[start:r.pos], nil
+	text := r.data[start:r.pos]
+	if r.finite && !isFinite(text) {
+		return nil, r.fail(start, RuleF64, "number %.40s is out of range", text)
+	}
+	return text, nil
+}
+
+// isFinite says whether a number is within the range of a float64.
+func isFinite(number []byte) bool {
+	const largest = 308 // every number of so many digits, without an exponent, is
+	if len(number) <= largest && !bytes.ContainsAny(number, "eE") {
+		return true
+	}
+	_, err := strconv.ParseFloat(string(number), 64)
+	return err == nil
 }
 
 // digits reads digits and returns how many.

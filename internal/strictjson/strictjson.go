@@ -12,8 +12,8 @@ import (
 	"unicode/utf8"
 )
 
-// MaxDepth is how deep objects and arrays may nest: serde_json's limit.
-const MaxDepth = 128
+// MaxDepth is how deep objects and arrays may nest: as deep as serde_json takes them, which refuses the 128th level.
+const MaxDepth = 127
 
 // The rules that an Error names.
 const (
@@ -31,6 +31,7 @@ const (
 	RuleInteger      = "integer-only"      // a fraction or exponent where an integer is wanted
 	RuleU64          = "u64-range"         // negative, -0, or over 2^64-1
 	RuleU32          = "u32-range"         // over 2^32-1
+	RuleF64          = "f64-range"         // a number beyond the range of a float64, where Finite asks for that
 )
 
 // Error says which rule a document breaks, and where.
@@ -75,12 +76,13 @@ func (k Kind) String() string {
 // Reader is a position in a document. Each method reads exactly one value, or fails with an *Error; after a failure the
 // position means nothing. A Reader is not safe for concurrent use.
 type Reader struct {
-	data  []byte
-	pos   int
-	depth int
-	most  int               // members of all objects; 0: any number
-	count int               // of members so far
-	short map[string]string // short strings handed out before, so that repeated ones are not allocated again
+	data   []byte
+	pos    int
+	depth  int
+	most   int               // members of all objects; 0: any number
+	count  int               // of members so far
+	finite bool              // see Finite
+	short  map[string]string // short strings handed out before, so that repeated ones are not allocated again
 }
 
 // Read checks that data is UTF-8, has document read its one value, and checks that nothing follows it.
@@ -102,6 +104,10 @@ func Read(data []byte, document func(*Reader) error) error {
 // Limit bounds how many members all objects of the document may have together, those that are read already included.
 // It bounds the memory that a document of a given length takes, since names are kept to tell that none occurs twice.
 func (r *Reader) Limit(members int) { r.most = members }
+
+// Finite refuses numbers beyond the range of a float64 from here on, wherever they stand: serde_json reads none into a
+// value of any form. One that is too small to be told from 0 is 0.
+func (r *Reader) Finite() { r.finite = true }
 
 // Valid reports the first fault of a document whose members are not known here.
 func Valid(data []byte) error { return Read(data, (*Reader).Skip) }

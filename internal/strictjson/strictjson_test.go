@@ -27,7 +27,7 @@ var documents = []struct {
 	path     string
 }{
 	{in: `{}`}, {in: " [ ] \r\n\t"}, {in: `{"a":1,"A":2}`}, {in: `"\ud83d\ude00"`}, {in: `"\u0000"`},
-	{in: nested(MaxDepth)}, {in: many + "}"}, {in: `{"a":{"b":1},"b":[{"b":1},{"b":2}]}`}, {in: `-0`}, {in: `1e9`},
+	{in: nested(127)}, {in: many + "}"}, {in: `{"a":{"b":1},"b":[{"b":1},{"b":2}]}`}, {in: `-0`}, {in: `1e9`},
 	{"", RuleSyntax, 0, ""},
 	{" ", RuleSyntax, 1, ""},
 	{"\ufeff{}", RuleSyntax, 0, ""},
@@ -73,7 +73,7 @@ var documents = []struct {
 	{`{"x":[0,{"a":1,"b":2,"a":3}]}`, RuleDuplicate, 21, "x[1]"},
 	{many + `,"k3":1}`, RuleDuplicate, len(many) + 1, ""},
 	{many + `,"k29":1}`, RuleDuplicate, len(many) + 1, ""},
-	{nested(MaxDepth + 1), RuleDepth, MaxDepth, strings.Repeat("[0]", MaxDepth)},
+	{nested(128), RuleDepth, 127, strings.Repeat("[0]", 127)},
 }
 
 func TestRules(t *testing.T) {
@@ -91,6 +91,28 @@ func TestRules(t *testing.T) {
 		} else if e.Rule != c.rule || e.Offset != c.offset || e.Path != c.path {
 			t.Errorf("%.60q: got rule %s at %d in %q (%v), want %s at %d in %q",
 				c.in, e.Rule, e.Offset, e.Path, err, c.rule, c.offset, c.path)
+		}
+	}
+}
+
+// Finite refuses the numbers that serde_json refuses to hold.
+func TestFinite(t *testing.T) {
+	long := strings.Repeat("9", 309)
+	for in, good := range map[string]bool{
+		"0": true, "-0": true, "1e308": true, "-1.7976931348623157e308": true, "1e-400": true, "-1e-99999999999": true,
+		"0e999": true, "0.0e+99999999999999999999": true, "0.00001e310": true, long[:308]: true, "5e-324": true,
+		"1e400": false, "-1e999": false, "1e+99999999999999999999": false, "1.8e308": false, long: false,
+		"-" + long: false, long + ".5": false, "1E309": false,
+	} {
+		for _, text := range []string{in, `{"a":[{"b":` + in + `}]}`} {
+			err := Read([]byte(text), func(r *Reader) error { r.Finite(); return r.Skip() })
+			var e *Error
+			if good && err != nil || !good && (!errors.As(err, &e) || e.Rule != RuleF64) {
+				t.Errorf("%.60s: %v", text, err)
+			}
+			if err := Valid([]byte(text)); err != nil {
+				t.Errorf("%.60s: %v", text, err)
+			}
 		}
 	}
 }
