@@ -1,12 +1,14 @@
 package registry
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
 	"net/http"
+	"strings"
 	"time"
 
 	"github.com/kiln-registry/kiln-registry/api"
@@ -15,20 +17,30 @@ import (
 	"github.com/kiln-registry/kiln-registry/index"
 	"github.com/kiln-registry/kiln-registry/registry/classify"
 	"github.com/kiln-registry/kiln-registry/registry/prune"
-
 	"github.com/kiln-registry/kiln-registry/registry/upkeep"
 )
 
-// Export writes what the registry has acknowledged, one JSON object a line: all manifests, then all tags.
+// Export writes what the registry has acknowledged, one JSON object a line: all manifests, then all tags. ErrUnavailable,
+// perhaps after some lines, if the index does not know all of it or is made anew meanwhile.
 func (r *Registry) Export(ctx context.Context, w io.Writer) error {
+	resets := r.resets.Load()
+	if err := r.catchUp(ctx); err != nil {
+		return err
+	}
 	enc := json.NewEncoder(w)
 	for row, err := range r.ix.Export(ctx) {
+		if r.resets.Load() != resets {
+			return errNotLevel
+		}
+		if err == nil {
+			err = enc.Encode(row)
+		}
 		if err != nil {
 			return err
 		}
-		if err := enc.Encode(row); err != nil {
-			return err
-		}
+	}
+	if r.resets.Load() != resets { // what it lacked then was not yielded
+		return errNotLevel
 	}
 	return nil
 }
@@ -106,9 +118,13 @@ type Replayed struct {
 // Replayed returns what the last Replay or Reindex did.
 func (r *Registry) Replayed() Replayed { return Replayed{int(r.replayed.Load())} }
 
-// Reindex drops the index and makes it anew from the store. The registry serves nothing meanwhile. Open uploads and
-// blobs that wait for a manifest are forgotten.
+// Reindex makes the index anew from the store. Before it touches the index it reads all that it needs of the store: if
+// that can't be read, it changes nothing and the error is an ErrIndexStays. From then on the registry serves nothing
+// until it ends. Open uploads and blobs that wait for a manifest are kept. ErrUnavailable if the registry is stopping.
 func (r *Registry) Reindex(ctx context.Context) error {
+	if err := r.checkRefs(ctx); err != nil {
+		return fmt.Errorf("%w: %w", ErrIndexStays, err)
+	}
 	if !r.state.CompareAndSwap(ready, starting) && r.state.Load() == stopping {
 		return api.Errorf(api.CodeUnavailable, "the registry is stopping")
 	}
@@ -120,7 +136,7 @@ func (r *Registry) Reindex(ctx context.Context) error {
 	if _, err := r.scrubber.Missing(ctx); err != nil { // so that it has them in mind
 		r.log.Error("reindex", "error", err)
 	}
-	if err := r.ix.Reset(ctx); err != nil {
+	if err := r.ix.Empty(ctx, leaseNote); err != nil {
 		return err
 	}
 	if err := r.replay(ctx); err != nil {
@@ -128,6 +144,65 @@ func (r *Registry) Reindex(ctx context.Context) error {
 	}
 	r.scrubber.Remember(ctx)
 	return nil
+}
+
+// ErrIndexStays is the error of a Reindex that has changed nothing: what it needs of the store can't be read.
+var ErrIndexStays = errors.New("the index stays as it is")
+
+// checkRefs reads what an index would be made of.
+func (r *Registry) checkRefs(ctx context.Context) error {
+	for ref, err := range r.refs.Since(ctx, 0) {
+		if err == nil && !ref.Deleted && ref.Name == ref.Digest.String() {
+			err = r.checkRef(ctx, ref.Ref)
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (r *Registry) checkRef(ctx context.Context, ref blobstore.Ref) error {
+	m, err := parseTaken(ref)
+	if err != nil {
+		return err
+	}
+	if was, kept := r.keptFinding(ref, m); kept && was.Rules >= classify.Rules {
+		return nil
+	}
+	if _, err := r.find(ctx, m); err != nil && !isLost(err) {
+		return fmt.Errorf("%s %s: %w", ref.Repo, ref.Name, err)
+	}
+	return nil
+}
+
+// TakeOver gives an index that was made anew what no store has: the open uploads, and the blobs that wait for a
+// manifest, as an earlier index of the same store knows them. What does not read back there is left out.
+func (r *Registry) TakeOver(ctx context.Context, old *index.Index) error {
+	var ops []index.Op
+	put := func(op index.Op) error {
+		if ops = append(ops, op); len(ops) < replayOps {
+			return nil
+		}
+		err := r.ix.Apply(ctx, ops...)
+		ops = ops[:0]
+		return err
+	}
+	for l, err := range old.LinkBlobs(ctx) {
+		if err = cmp.Or(err, put(l)); err != nil {
+			return err
+		}
+	}
+	for u, err := range old.ExpiredUploads(ctx, r.now().Add(2*uploadTTL)) { // none stays longer
+		if err = cmp.Or(err, put(index.PutUpload{Upload: u})); err != nil {
+			return err
+		}
+	}
+	length, err := old.Note(ctx, leaseNote)
+	if err != nil {
+		return err
+	}
+	return r.ix.Apply(ctx, append(ops, index.Note{Name: leaseNote, Value: length})...)
 }
 
 // replay turns refs back into changes of the index, in batches.
@@ -199,9 +274,9 @@ func (re *replay) op(ctx context.Context, ref blobstore.Ref) (index.Op, error) {
 
 // manifest recalls what is known of a manifest.
 func (re *replay) manifest(ctx context.Context, ref blobstore.Ref) (index.Op, error) {
-	m, err := classify.ParseTaken(ref.MediaType, ref.Manifest)
+	m, err := parseTaken(ref)
 	if err != nil {
-		return nil, fmt.Errorf("%w: a manifest that was taken does not parse: %w", blobstore.ErrDamaged, err)
+		return nil, err
 	}
 	put, err := re.r.recall(ctx, ref, m, re.baseOf)
 	if err != nil {
@@ -213,6 +288,14 @@ func (re *replay) manifest(ctx context.Context, ref blobstore.Ref) (index.Op, er
 	}
 	put.Seq, put.Created = ref.Seq, ref.Time
 	return put, nil
+}
+
+func parseTaken(ref blobstore.Ref) (classify.Manifest, error) {
+	m, err := classify.ParseTaken(ref.MediaType, ref.Manifest)
+	if err != nil {
+		err = fmt.Errorf("%w: %s of %s was taken and does not parse: %w", blobstore.ErrDamaged, ref.Digest, ref.Repo, err)
+	}
+	return m, err
 }
 
 // recall makes the record of a manifest that was put before: of what was found then. Where the store has kept nothing of
@@ -230,8 +313,7 @@ func (r *Registry) recall(
 	if err == nil {
 		err = inherit(ctx, &found, ref.Repo, m.Subject, baseOf)
 	}
-	lost := errors.Is(err, blobstore.ErrNotFound) || errors.Is(err, blobstore.ErrDamaged) ||
-		errors.Is(err, classify.ErrDamaged) || errors.Is(err, api.ErrManifestInvalid)
+	lost := isLost(err)
 	switch {
 	case lost && kept:
 		found = was
@@ -247,6 +329,12 @@ func (r *Registry) recall(
 		}
 	}
 	return recordOf(ref.Repo, m, ref.Manifest, found)
+}
+
+// isLost says whether a manifest can't be classified any more, as its blobs are gone or the rules have become stricter.
+func isLost(err error) bool {
+	return errors.Is(err, blobstore.ErrNotFound) || errors.Is(err, blobstore.ErrDamaged) ||
+		errors.Is(err, classify.ErrDamaged) || errors.Is(err, api.ErrManifestInvalid)
 }
 
 // keptFinding returns what the store has kept of what was found of a manifest.
@@ -273,7 +361,7 @@ func (re *replay) baseOf(ctx context.Context, repo string, d identity.Digest) (i
 // Admin returns the handler of the administration socket. It asks nobody who they are: whoever can open the socket may
 // do everything.
 //
-//	GET  /export   what Export writes
+//	GET  /export   what Export writes, with EndTrailer
 //	POST /reindex  Reindex; answers when it has ended, with Replayed
 //	GET  /health   Health
 //	POST /retain, POST /purge  what prune.Pruner's Handler has
@@ -281,24 +369,8 @@ func (re *replay) baseOf(ctx context.Context, repo string, d identity.Digest) (i
 // and what upkeep.Handler has.
 func (r *Registry) Admin() http.Handler {
 	m := http.NewServeMux()
-	m.HandleFunc("GET /export", func(w http.ResponseWriter, q *http.Request) {
-		w.Header().Set("Content-Type", "application/jsonl")
-		if err := r.Export(q.Context(), w); err != nil {
-			r.log.Error("export", "error", err)
-			panic(http.ErrAbortHandler) // a broken answer tells the reader that lines are missing
-		}
-	})
-	m.HandleFunc("POST /reindex", func(w http.ResponseWriter, q *http.Request) {
-		if err := r.Reindex(context.WithoutCancel(q.Context())); errors.Is(err, api.ErrUnavailable) {
-			http.Error(w, err.Error(), http.StatusServiceUnavailable)
-			return
-		} else if err != nil {
-			r.log.Error("reindex", "error", err)
-			http.Error(w, err.Error(), http.StatusInternalServerError)
-			return
-		}
-		_ = json.NewEncoder(w).Encode(r.Replayed()) // it fails where the reader is gone
-	})
+	m.HandleFunc("GET /export", r.answerExport)
+	m.HandleFunc("POST /reindex", r.answerReindex)
 	m.HandleFunc("GET /health", func(w http.ResponseWriter, q *http.Request) {
 		w.Header().Set("Content-Type", "application/json")
 		_ = json.NewEncoder(w).Encode(r.Health()) // it fails where the reader is gone
@@ -307,4 +379,49 @@ func (r *Registry) Admin() http.Handler {
 	m.Handle("POST /purge", r.pruner.Handler())
 	m.Handle("/", upkeep.Handler(r.collector, r.scrubber))
 	return m
+}
+
+// EndTrailer is a trailer of an answer of the administration socket that says how it ended: EndWhole, or the status and
+// the reason of a failure for which lines are missing. Without it the answer was cut off.
+const (
+	EndTrailer = "Kiln-End"
+	EndWhole   = "whole"
+)
+
+func (r *Registry) answerExport(w http.ResponseWriter, q *http.Request) {
+	if err := r.catchUp(q.Context()); err != nil {
+		http.Error(w, err.Error(), r.failed("export", err))
+		return
+	}
+	w.Header().Set("Content-Type", "application/jsonl")
+	w.Header().Set("Trailer", EndTrailer)
+	end := EndWhole
+	if err := r.Export(q.Context(), w); err != nil {
+		end = fmt.Sprint(r.failed("export", err), " ", strings.Join(strings.Fields(err.Error()), " "))
+	}
+	w.Header().Set(EndTrailer, end)
+}
+
+func (r *Registry) answerReindex(w http.ResponseWriter, q *http.Request) {
+	if err := r.Reindex(context.WithoutCancel(q.Context())); err != nil {
+		http.Error(w, err.Error(), r.failed("reindex", err))
+		return
+	}
+	_ = json.NewEncoder(w).Encode(r.Replayed()) // it fails where the reader is gone
+}
+
+// failed logs what an administrator asked for in vain. It returns 503 for what may go well soon, 502 if the place of the
+// store does not answer, 409 if the store is damaged and nothing was changed, else 500.
+func (r *Registry) failed(what string, err error) (status int) {
+	if errors.Is(err, api.ErrUnavailable) {
+		return http.StatusServiceUnavailable
+	}
+	r.log.Error(what, "error", err)
+	switch {
+	case errors.Is(err, blobstore.ErrUnavailable):
+		return http.StatusBadGateway
+	case errors.Is(err, ErrIndexStays) && errors.Is(err, blobstore.ErrDamaged):
+		return http.StatusConflict
+	}
+	return http.StatusInternalServerError
 }

@@ -3,6 +3,8 @@ package registry_test
 import (
 	"bytes"
 	"errors"
+	"os"
+	"path/filepath"
 	"strings"
 	"testing"
 	"time"
@@ -75,13 +77,15 @@ func TestPurgeSparesWhatIsInUse(t *testing.T) {
 	s.received(at, 2*len(half))
 }
 
-// What an index that was made anew does not know can be dropped too.
-func TestPurgeAfterReindex(t *testing.T) {
+// What an index does not know, as the one before was lost, can be dropped too.
+func TestPurgeAfterLossOfTheIndex(t *testing.T) {
 	s := newServer(t)
 	s.begin("a")
-	if err := s.reg.Reindex(t.Context()); err != nil {
+	s.stop()
+	if err := os.Remove(filepath.Join(s.dir, "index.db")); err != nil {
 		t.Fatal(err)
 	}
+	s.start()
 	if did, gone, err := s.purge(prune.Abandoned{}); err != nil || did.Dropped != 1 || gone[0].Repository != "" {
 		t.Errorf("%+v, %v, %+v", did, err, gone)
 	}

@@ -149,6 +149,112 @@ func TestIndexCatchesUp(t *testing.T) {
 	}
 }
 
+// writes calls a function with each write.
+type writes func()
+
+func (w writes) Write(b []byte) (int, error) {
+	w()
+	return len(b), nil
+}
+
+// An export has all lines or is an error: while the index is not level, and when it is made anew under it.
+func TestExportIsWhole(t *testing.T) {
+	s := newServer(t)
+	s.fill()
+	want := strings.Count(s.export(), "\n")
+	for at := range want + 2 {
+		n := 0
+		err := s.reg.Export(t.Context(), writes(func() {
+			if n++; n == at+1 {
+				if err := s.reg.Reindex(t.Context()); err != nil {
+					t.Error(err)
+				}
+			}
+		}))
+		if again := at < want; again != errors.Is(err, api.ErrUnavailable) || !again && n != want {
+			t.Errorf("made anew at line %d: %v after %d of %d", at, err, n, want)
+		}
+	}
+	var config registry.Config
+	s.restart(func(c *registry.Config) { config = *c })
+	reg, err := registry.New(config) // not replayed
+	if err != nil {
+		t.Fatal(err)
+	}
+	admin := httptest.NewServer(reg.Admin())
+	defer admin.Close()
+	ask := func() (*http.Response, string) {
+		t.Helper()
+		res, err := wire.Get(admin.URL + "/export")
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer res.Body.Close()
+		b, err := io.ReadAll(res.Body)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return res, string(b)
+	}
+	if res, b := ask(); res.StatusCode != 503 || !strings.Contains(b, "try again soon") {
+		t.Error(res, b)
+	}
+	if err := reg.Replay(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if res, b := ask(); res.Trailer.Get(registry.EndTrailer) != registry.EndWhole || strings.Count(b, "\n") != want {
+		t.Error(res, b)
+	}
+}
+
+// A reindex that can't be done changes nothing, and the registry goes on.
+func TestReindexRefused(t *testing.T) {
+	s := newServer(t)
+	s.fill()
+	want := s.export()
+	log, err := os.OpenFile(filepath.Join(s.dir, "refs.log"), os.O_RDWR, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer log.Close()
+	was := make([]byte, 6)
+	if _, err := log.ReadAt(was, 3000); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := log.WriteAt([]byte("damage"), 3000); err != nil {
+		t.Fatal(err)
+	}
+	for range 2 {
+		err := s.reg.Reindex(t.Context())
+		if !errors.Is(err, registry.ErrIndexStays) || !errors.Is(err, blobstore.ErrRefsDamaged) || s.export() != want {
+			t.Error(err)
+		}
+	}
+	s.base("team/model", "v10", "m", "10")
+	s.want(200, "GET", "/readyz", nil)
+	if _, err := log.WriteAt(was, 3000); err != nil {
+		t.Fatal(err)
+	}
+	s.reindexed("put back")
+}
+
+// A blob that waits for its manifest, and an open upload, outlive a reindex.
+func TestReindexKeepsPushes(t *testing.T) {
+	s := newServer(t)
+	s.blob("a", []byte("waits"))
+	path := api.PathBlob("a", identity.Sum([]byte("waits")))
+	open := s.want(202, "POST", api.PathUploads("a"), nil).header.Get("Location")
+	if err := s.reg.Reindex(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	s.want(200, "HEAD", path, nil)
+	s.want(202, "PATCH", open, []byte("x"))
+	s.stop()
+	s.start()
+	s.want(200, "HEAD", path, nil)
+	s.want(201, "PUT", open+"?digest="+identity.Sum([]byte("x")).String(), nil)
+}
+
 // reindexed fails unless the index comes out the same when it is made anew, and returns what it exports.
 func (s *server) reindexed(how string) string {
 	s.t.Helper()

@@ -558,6 +558,8 @@ func TestRulesHoldWhileTheIndexIsMadeAnew(t *testing.T) {
 			refs.reached = make(chan struct{})
 			reindexed, asked := make(chan error, 1), make(chan error, 1)
 			go func() { reindexed <- s.reg.Reindex(context.WithoutCancel(t.Context())) }()
+			<-refs.reached // they are read to see that they can be
+			refs.goOn <- struct{}{}
 			<-refs.reached // the index is empty
 			go func() { asked <- ask(s, kept, other) }()
 			var err error
@@ -590,6 +592,8 @@ func TestStopWhileTheIndexIsMadeAnew(t *testing.T) {
 	refs.reached = make(chan struct{})
 	reindexed := make(chan error, 1)
 	go func() { reindexed <- s.reg.Reindex(context.WithoutCancel(t.Context())) }()
+	<-refs.reached
+	refs.goOn <- struct{}{} // they can be read
 	<-refs.reached
 	s.reg.Stop()
 	s.want(503, "GET", api.PathManifest("team/model", "v1"), nil)

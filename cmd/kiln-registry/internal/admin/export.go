@@ -37,8 +37,7 @@ func exportCommand(stderr io.Writer) *cobra.Command {
 			switch {
 			case err == nil:
 				defer resp.Body.Close()
-				_, err = io.Copy(cmd.OutOrStdout(), resp.Body)
-				return err
+				return s.Copy(cmd.OutOrStdout(), resp)
 			case !errors.Is(err, home.ErrNoServer):
 				return err
 			}
@@ -56,11 +55,13 @@ func reindexCommand(stderr io.Writer) *cobra.Command {
 	var acceptLoss bool
 	cmd := &cobra.Command{
 		Use: "reindex", Short: "Make the index anew from the store", Args: cobra.NoArgs,
-		Long: `Make the index anew from the store: every acknowledged manifest, tag and delete is in it again. Open
-uploads are forgotten. A running server does it itself and answers 503 meanwhile.
+		Long: `Make the index anew from the store: every acknowledged manifest, tag and delete is in it again. Open uploads,
+and blobs that wait for their manifest, are taken over from the old index if that can be read. A running server does it
+itself and answers 503 meanwhile.
 
-If the store's own records of manifests and tags are damaged, it refuses. --accept-loss goes on with what is left of
-them, keeps the damaged ones aside, and says what was left out. It needs that no server runs.`,
+If the store's own records of manifests and tags are damaged, it refuses and changes nothing: a server goes on to serve
+from the index that is there. --accept-loss goes on with what is left of them, and says what was left out. The damaged
+records are kept aside, and so is the old index, which knows what was left out. It needs that no server runs.`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if err := s.Check(); err != nil {
 				return err
@@ -102,6 +103,6 @@ func reindex(ctx context.Context, h home.Home, acceptLoss bool, stdout, stderr i
 	o := home.Opening{Home: h, Fresh: true, AcceptLoss: acceptLoss}
 	return o.Do(ctx, stderr, func(p *home.Parts) error {
 		_, err := fmt.Fprintln(stdout, "the index was made anew from", cli.Count(p.Registry.Replayed().Refs, "ref"))
-		return errors.Join(err, h.DropOld())
+		return err
 	})
 }

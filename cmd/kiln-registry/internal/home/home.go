@@ -17,7 +17,8 @@ import (
 // The names in a state folder.
 const (
 	IndexFile  = "index.db"
-	oldIndex   = "index.db.old" // put aside by reindex until it has ended
+	newIndex   = "index.db.new"     // made by reindex; it takes the place of the other one when it is whole
+	lostIndex  = "index.db.before-" // and a time: knew what reindex --accept-loss left out
 	SocketFile = "admin.sock"
 	lockFile   = "LOCK"
 	ownerFile  = "state.json" // whose state it is; not in the folder of a store
@@ -119,17 +120,27 @@ func (h Home) another(err error) error {
 		"give this store a --state-dir of its own, or make its index anew here: "+h.Command("reindex"))
 }
 
-// setAside puts the index aside, however damaged it is and of whichever store.
-func (h Home) setAside() error {
-	err := os.Rename(h.File(IndexFile), h.File(oldIndex))
-	if errors.Is(err, fs.ErrNotExist) {
-		return nil
+// exchange puts the new index of a store, which is whole, in the place of the one that is there, however damaged that is
+// and of whichever store. It keeps the old one as keep, unless that is empty. At no instant is there an index that
+// counts as that of another store.
+func (h Home) exchange(id, keep string) error {
+	var disk durable.Disk
+	if keep != "" {
+		err := disk.MoveNew(h.File(IndexFile), h.File(keep))
+		if err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return err
+		}
 	}
-	return err
+	if err := h.claim(id); err != nil { // it is of another store
+		if err := errors.Join(disk.Remove(h.File(IndexFile)), disk.SyncDir(h.State)); err != nil {
+			return err
+		}
+		if err := h.claim(id); err != nil {
+			return err
+		}
+	}
+	return disk.Move(h.File(newIndex), h.File(IndexFile))
 }
-
-// DropOld removes an index that was put aside.
-func (h Home) DropOld() error { return os.RemoveAll(h.File(oldIndex)) }
 
 // lock takes the state folder, which is made if it is missing. A store's own folder is locked with the store.
 func (h Home) lock() (*durable.Lock, error) {

@@ -7,6 +7,7 @@ import (
 	"net/http"
 	"os"
 	"syscall"
+	"time"
 
 	"github.com/kiln-registry/kiln-registry/blobstore"
 	"github.com/kiln-registry/kiln-registry/index"
@@ -33,7 +34,7 @@ type Parts struct {
 type Opening struct {
 	Home
 	Config registry.Config // all of it but what is opened here: the store, its parts and the index
-	Fresh  bool            // put the index aside, however damaged it is, and start an empty one
+	Fresh  bool            // start an empty index beside the one that is there, which Do puts in its place
 	// AcceptLoss goes on with the refs that are left of damaged ones. It needs Fresh.
 	AcceptLoss bool
 
@@ -79,6 +80,7 @@ func (p *Parts) complete(ctx context.Context, o Opening) (err error) {
 		}
 	}
 	c.Store, c.Refs, c.Uploads, c.Index, c.Version = st, st, st, p.ix, cli.Version()
+	c.Checked = p.Checked
 	if p.Registry, err = registry.New(c); err == nil && o.Metrics != nil {
 		o.Metrics.Watch(p.Registry)
 	}
@@ -98,16 +100,16 @@ func (p *Parts) Close() error {
 }
 
 func (o Opening) openIndex(ctx context.Context, id string) (*index.Index, func(context.Context) error, error) {
+	path := o.File(IndexFile)
 	if o.Fresh {
-		if err := o.setAside(); err != nil {
-			return nil, nil, err
-		}
-	}
-	if err := o.claim(id); err != nil {
+		path = o.File(newIndex)
+	} else if err := o.claim(id); err != nil {
 		return nil, nil, err
 	}
-	path := o.File(IndexFile)
-	if _, err := os.Stat(path); errors.Is(err, fs.ErrNotExist) {
+	if err := os.RemoveAll(o.File(newIndex)); err != nil { // of a reindex that did not end
+		return nil, nil, err
+	}
+	if _, err := os.Stat(path); errors.Is(err, fs.ErrNotExist) && !o.Fresh {
 		o.Config.Log.Info("no index: it is made from the store", "path", path)
 	}
 	kv, err := boltkv.Open(path, boltkv.Options{CheckLater: o.CheckLater})
@@ -123,6 +125,59 @@ func (o Opening) openIndex(ctx context.Context, id string) (*index.Index, func(c
 		return nil, nil, errors.Join(o.damaged(err), kv.Close())
 	}
 	return ix, kv.Checked, nil
+}
+
+// exchange has the index that was made anew take the place of the one that is there. What it can, it takes over.
+func (p *Parts) exchange(ctx context.Context, o Opening) error {
+	more, err := p.takeOver(ctx)
+	if err != nil {
+		o.Config.Log.Warn("blobs that wait for their manifest and open uploads are forgotten: the index that knew them can't "+
+			"be read", "error", err)
+	}
+	ix := p.ix
+	p.ix = nil
+	if err := ix.Close(); err != nil {
+		return err
+	}
+	if s, ok := p.store.(blobstore.Losses); ok && o.AcceptLoss && len(s.Dropped()) > 0 {
+		more = true
+	}
+	keep := ""
+	if more {
+		keep = lostIndex + time.Now().UTC().Format("20060102T150405.000Z")
+		o.Config.Log.Warn("the old index knows of more than the store: it is kept", "file", keep)
+	}
+	return p.Home.exchange(p.store.ID(), keep)
+}
+
+// discard removes the index that was to take the place of the one that is there.
+func (p *Parts) discard() (err error) {
+	if p.ix != nil {
+		err = p.ix.Close()
+		p.ix = nil
+	}
+	return errors.Join(err, os.RemoveAll(p.File(newIndex)))
+}
+
+// takeOver takes over what no store has from the index that is there, if that is of this store. more says that it knows
+// of changes that the store lacks.
+func (p *Parts) takeOver(ctx context.Context) (more bool, err error) {
+	o, err := p.owner()
+	_, absent := os.Lstat(p.File(IndexFile))
+	if err != nil || absent != nil || o.Store != p.store.ID() && (p.Apart || o.Store != "") {
+		return false, nil
+	}
+	kv, err := boltkv.Open(p.File(IndexFile), boltkv.Options{})
+	if err != nil {
+		return false, err
+	}
+	old, err := index.New(ctx, kv)
+	if err != nil {
+		return false, errors.Join(err, kv.Close())
+	}
+	was, err := old.Checkpoint(ctx)
+	now, nowErr := p.ix.Checkpoint(ctx)
+	return was > now, errors.Join(err, nowErr, p.Registry.TakeOver(ctx, old), old.Close())
 }
 
 // NotReplayed says what to do when the index can't be brought level with the store. It is never a matter of an address
