@@ -226,7 +226,8 @@ func TestAdapterConfig(t *testing.T) {
 	}
 	checkRefusals(t, []refused{
 		{"adapter_config.json", `"r":8`, `"r":8.0`, strictjson.RuleInteger, "$.r", ""},
-		{"adapter_config.json", `"lora_alpha":16.0`, `"lora_alpha":1e999`, strictjson.RuleF64, "$.lora_alpha", "out of range"},
+		{"adapter_config.json", `"lora_alpha":16.0`, `"lora_alpha":1e999`, strictjson.RuleF64, "$.lora_alpha",
+			"out of range"},
 		{"adapter_config.json", `"lora_alpha":16.0`, `"lora_alpha":NaN`, strictjson.RuleSyntax, "", "line 1, column"},
 		{"adapter_config.json", `["q_proj"]`, `[1]`, strictjson.RuleType, "$.target_modules[0]", ""},
 	})

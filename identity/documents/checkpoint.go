@@ -255,7 +255,7 @@ func (a *Auxiliary) read(r reader) error {
 		}}
 	}
 	err := r.lenient(
-		optional(r.digest("base_model_weights_sha256", &aggregate)),
+		optional(r.named("base_model_weights_sha256", &aggregate)),
 		r.base(&a.Shards),
 		r.provenanceField(&a.Provenance),
 		optional(hash("model_config_sha256", &a.recorded.ModelConfig)),

@@ -134,6 +134,8 @@ func TestCheckpointRefused(t *testing.T) {
 		{doc, `"auxiliary_state":{"base_model_weights_sha256":"sha256:c6`,
 			`"auxiliary_state":{"base_model_weights_sha256":"c6`,
 			RuleDigestForm, "$.auxiliary_state.base_model_weights_sha256", ""},
+		{doc, `"base_model_weights_sha256":"` + exampleBase, `"base_model_weights_sha256":"sha256:` +
+			strings.Repeat("0", 64), RuleValue, "$.auxiliary_state.base_model_weights_sha256", "all zeros"},
 		{doc, `"size_bytes":11`, `"size_bytes":11,"x":0`, strictjson.RuleUnknownField,
 			"$.auxiliary_state.base_weight_shard_manifest.shards[0].x", ""},
 		{doc, `"cuda:0"`, `"cuda:9"`, RuleSelfDigest, "$.auxiliary_state.execution_provenance.provenance_sha256", ""},

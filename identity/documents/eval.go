@@ -358,8 +358,10 @@ func Wilson(passed, n uint64) (low, high float64) {
 	return max(0, (centre-margin)/scale), min(1, (centre+margin)/scale)
 }
 
-// maxBases is how many bases the rows of one outcome file may name.
-const maxBases = 64
+const (
+	maxBases      = 64      // that the rows of one outcome file may name
+	maxRowMembers = 1 << 18 // of all objects of one row: some sixty times those of a manifest of 4,096 shards
+)
 
 // Outcomes is what is read of a file of outcome rows, one JSON object a line.
 type Outcomes struct {
@@ -373,7 +375,8 @@ type Outcomes struct {
 func ParseOutcomes(data []byte) (Outcomes, error) { return ReadOutcomes(bytes.NewReader(data)) }
 
 // ReadOutcomes reads outcome rows: a JSON object on each line that is not empty. The manifest of every row is checked;
-// all other members are opaque. Memory does not grow with the number of rows. An error of src is returned as it is;
+// all other members are opaque. Memory does not grow with the number of rows, and a row has at most MaxDocument bytes
+// and maxRowMembers members. An error of src is returned as it is;
 // every other one is an *Error, whose path starts with the line.
 func ReadOutcomes(src io.Reader) (Outcomes, error) {
 	var o Outcomes
@@ -411,6 +414,7 @@ func ReadOutcomes(src io.Reader) (Outcomes, error) {
 func (o *Outcomes) row(n uint64, line, last []byte) (text []byte, err error) {
 	var shards identity.Manifest
 	err = read(KindOutcomes, MaxDocument, line, func(r reader) error {
+		r.Limit(maxRowMembers)
 		return r.lenient(field{Name: baseMember, Optional: true, Read: func() (err error) {
 			at := r.Offset()
 			if text, err = r.Raw(); err != nil || bytes.Equal(text, last) {
@@ -456,11 +460,16 @@ func atLine(err error, n uint64) error {
 	return err
 }
 
-// Bases returns one binding for each base that the rows name, empty if no row names one.
+// Bases returns one binding for each base that the rows name, empty if no row names one. A file is as strong as its
+// weakest row: where some rows hold no full manifest, what the others name is a bare aggregate for the file.
 func (o Outcomes) Bases() []Binding {
 	var all []Binding
 	for i, s := range o.Shards {
-		all = append(all, fullBinding(KindOutcomes, fmt.Sprintf("line %d $.%s", o.first[i], baseMember), s))
+		b := fullBinding(KindOutcomes, fmt.Sprintf("line %d $.%s", o.first[i], baseMember), s)
+		if o.Unbound > 0 {
+			b.Evidence, b.Manifest = EvidenceAggregateOnly, identity.Manifest{}
+		}
+		all = append(all, b)
 	}
 	return all
 }

@@ -85,7 +85,8 @@ func TestEvalRefused(t *testing.T) {
 		{job, `"effective_seed":"17"`, `"effective_seed":1e3`, strictjson.RuleInteger, "$.effective_seed", ""},
 		{job, `"effective_seed":"17"`, `"effective_seed":true`, strictjson.RuleType, "$.effective_seed", ""},
 		{job, `"effective_seed":"17"`, `"Effective_seed":"17"`, strictjson.RuleExactName, "", ""},
-		{job, `"headline_accuracy":null`, `"headline_accuracy":1e400`, strictjson.RuleF64, "$.headline_accuracy", "out of range"},
+		{job, `"headline_accuracy":null`, `"headline_accuracy":1e400`, strictjson.RuleF64, "$.headline_accuracy",
+			"out of range"},
 		{job, `"size_bytes":11`, `"size_bytes":10`, identity.RuleTotal, "$.base_weight_shard_manifest", ""},
 		{result, `"runs":[]`, `"runs":[{}]`, strictjson.RuleRequired, "$.runs[0]", ""},
 		{result, `"runs":[]`, `"execution_provenance":{"schema_version":1},"runs":[]`, strictjson.RuleRequired,
@@ -255,6 +256,14 @@ func TestOutcomes(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	weak := o.Bases()
+	if weak[0].Evidence != EvidenceAggregateOnly || weak[0].Aggregate != one.Aggregate ||
+		len(weak[0].Manifest.Shards) > 0 || weak[1].Evidence != EvidenceAggregateOnly {
+		t.Errorf("with a row that names no base: %+v", weak)
+	}
+	if o, err = ParseOutcomes([]byte("\n" + a + "\n" + row(t, two, ""))); err != nil {
+		t.Fatal(err)
+	}
 	b := o.Bases()
 	if b[0].Aggregate != one.Aggregate || b[0].Path != "line 2 $.base_weight_shard_manifest" ||
 		b[1].Where() != "eval outcomes line 3 $.base_weight_shard_manifest" || b[1].Evidence != EvidenceDocument {
@@ -274,6 +283,7 @@ func TestOutcomes(t *testing.T) {
 		{a + "\n\u00a0" + a, strictjson.RuleSyntax, "line 2 $"},
 		{`{"Base_weight_shard_manifest":0}`, strictjson.RuleExactName, "line 1 $.Base_weight_shard_manifest"},
 		{a + "\n" + strings.Repeat(" ", MaxDocument+2), RuleInputSize, "line 2 $"},
+		{a + "\n" + `{"x":[` + strings.Repeat(`{"":0},`, 1<<18) + `0]}`, strictjson.RuleMembers, "line 2 $.x[262143]"},
 	} {
 		_, err := ParseOutcomes([]byte(c.text))
 		checkRefusal(t, err, c.rule, c.path, "")

@@ -226,6 +226,21 @@ func (r reader) digest(name string, to *identity.Digest) field {
 	}}
 }
 
+// named is a digest that names something, so it can't be all zeros.
+func (r reader) named(name string, to *identity.Digest) field {
+	f := r.digest(name, to)
+	read := f.Read
+	f.Read = func() error {
+		at := r.Offset()
+		err := read()
+		if err == nil && to.IsZero() {
+			err = r.Fail(at, RuleValue, "is all zeros, which names nothing")
+		}
+		return err
+	}
+	return f
+}
+
 // bareDigest reads 64 lowercase hex digits without a prefix.
 func bareDigest(s string) (identity.Digest, error) {
 	d, err := identity.ParseDigest("sha256:" + s)

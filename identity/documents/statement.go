@@ -121,20 +121,15 @@ func (s *Statement) read(r reader) error {
 func (b *Bind) read(r reader) error {
 	var aggregate identity.Digest
 	err := r.Struct(
-		r.digest("artifact", &b.Artifact),
-		r.digest("base_aggregate_sha256", &aggregate),
+		r.named("artifact", &b.Artifact),
+		r.named("base_aggregate_sha256", &aggregate),
 		r.base(&b.Shards))
 	b.Aggregate = identity.Aggregate(aggregate)
 	return err
 }
 
 func (b *Bind) check() error {
-	switch full := b.Shards.Aggregate; {
-	case b.Artifact.IsZero():
-		return fault("bind.artifact", RuleValue, "is all zeros, which names nothing")
-	case b.Aggregate.IsZero():
-		return fault("bind.base_aggregate_sha256", RuleValue, "is all zeros, which names nothing")
-	case !full.IsZero() && full != b.Aggregate:
+	if full := b.Shards.Aggregate; !full.IsZero() && full != b.Aggregate {
 		return fault("bind.base_aggregate_sha256", RuleBaseConflict, "is %v, but bind.%s.aggregate_sha256 is %v",
 			b.Aggregate, baseMember, full)
 	}
@@ -161,11 +156,11 @@ func (s *Subject) read(r reader) error {
 	at := r.Offset()
 	var aggregate identity.Digest
 	err := r.Struct(
-		optional(r.digest("base_aggregate_sha256", &aggregate)),
-		optional(r.digest("artifact", &s.Artifact)))
+		optional(r.named("base_aggregate_sha256", &aggregate)),
+		optional(r.named("artifact", &s.Artifact)))
 	s.Aggregate = identity.Aggregate(aggregate)
 	if err == nil && s.Aggregate.IsZero() == s.Artifact.IsZero() {
-		err = r.Fail(at, RuleShape, "must have either base_aggregate_sha256 or artifact, and not all zeros")
+		err = r.Fail(at, RuleShape, "must have either base_aggregate_sha256 or artifact")
 	}
 	return err
 }

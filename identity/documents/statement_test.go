@@ -58,7 +58,9 @@ func TestStatementRefused(t *testing.T) {
 		{"derived_from.json", `[` + source, `[` + source + `,` + source, RuleValue, "$.derived_from.sources[1]", "base " +
 			exampleBase},
 		{"derived_from.json", source, `{}`, RuleShape, "$.derived_from.sources[0]", "either"},
-		{"derived_from.json", source, `{"artifact":"` + zeros + `"}`, RuleShape, "$.derived_from.sources[0]", "zeros"},
+		{"derived_from.json", source, `{"artifact":"` + zeros + `"}`, RuleValue, "$.derived_from.sources[0].artifact", "zeros"},
+		{"derived_from.json", source, `{"base_aggregate_sha256":"` + zeros + `","artifact":"` + ones + `"}`, RuleValue,
+			"$.derived_from.sources[0].base_aggregate_sha256", "zeros"},
 		{"derived_from.json", `{"artifact":"`, `{"base_aggregate_sha256":"` + exampleBase + `","artifact":"`, RuleShape,
 			"$.derived_from.sources[1]", ""},
 		{"derived_from.json", source,

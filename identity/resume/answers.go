@@ -194,8 +194,8 @@ func fromBase(b documents.Binding, here Base) (Verdict, string) {
 		return CannotTell, fmt.Sprintf("the base is %v in both, but for the artifact that is only asserted (%s)", is,
 			b.Where())
 	case b.Evidence != documents.EvidenceDocument:
-		return CannotTell, fmt.Sprintf("the base is %v in both, but the artifact names it without its shards (%s)", is,
-			b.Where())
+		return CannotTell, fmt.Sprintf("the base is %v in both, but the artifact, or a row of it, does not record its shards (%s)",
+			is, b.Where())
 	}
 	return sameBase(Base{Manifest: b.Manifest}, here)
 }

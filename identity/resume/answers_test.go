@@ -80,7 +80,7 @@ func TestAdapterTrained(t *testing.T) {
 		"unbound":        {unbound, Base{Manifest: base}, CannotTell, "its name is no identity"},
 		"asserted":       {asserted, Base{Manifest: base}, CannotTell, "only asserted (statement $.bind)"},
 		"asserted other": {asserted, Base{Manifest: other}, No, exampleBase},
-		"bare":           {bare, Base{Manifest: base}, CannotTell, "without its shards"},
+		"bare":           {bare, Base{Manifest: base}, CannotTell, "does not record its shards"},
 		"zero":           {Made{}, Base{Manifest: base}, CannotTell, "does not record"},
 		"bad summary": {m, Base{Summary: identity.Summary{Aggregate: base.Aggregate, ManifestType: "x"}}, CannotTell,
 			"valid"},
