@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"net/url"
 	"strconv"
+	"strings"
 	"time"
 
 	"github.com/kiln-registry/kiln-registry/api"
@@ -62,7 +63,7 @@ func parseAbandoned(q url.Values) (o Abandoned, err error) {
 
 // PurgeUploads drops uploads that nobody goes on with, and tells gone of each. One that is in use right now stays,
 // whatever its age. ErrParameterInvalid for what is no glob, ErrBlobUploadUnknown if there is no upload of the ID,
-// ErrUnsupported if the registry is read-only, ErrUnavailable while the index is not level with the store; what it
+// ErrNameUnknown if there is no repository, and no upload to one, of a name that is no glob, ErrUnsupported if the registry is read-only, ErrUnavailable while the index is not level with the store; what it
 // returns is true also with an error.
 func (p *Pruner) PurgeUploads(ctx context.Context, o Abandoned, gone func(Upload) error) (Purged, error) {
 	did := Purged{DryRun: o.DryRun}
@@ -74,6 +75,9 @@ func (p *Pruner) PurgeUploads(ctx context.Context, o Abandoned, gone func(Upload
 		return did, api.Errorf(api.CodeParameterInvalid, "%v", err)
 	}
 	if err := p.Level(ctx); err != nil {
+		return did, err
+	}
+	if err := p.checkNames(ctx, o.Repos); err != nil {
 		return did, err
 	}
 	for open, err := range p.Uploads.Uploads(ctx) {
@@ -95,6 +99,41 @@ func (p *Pruner) PurgeUploads(ctx context.Context, o Abandoned, gone func(Upload
 		return did, api.Errorf(api.CodeBlobUploadUnknown, "there is no upload %.80q", o.ID)
 	}
 	return did, nil
+}
+
+// checkNames refuses names that are no globs and of which there is neither a repository nor an upload to one.
+func (p *Pruner) checkNames(ctx context.Context, repos []string) error {
+	unknown := map[string]bool{}
+	for _, name := range repos {
+		if !strings.Contains(name, "*") {
+			unknown[name] = true
+		}
+	}
+	if len(unknown) == 0 {
+		return nil
+	}
+	for repo, err := range p.Index.Repos(ctx, "") {
+		if err != nil {
+			return err
+		}
+		delete(unknown, repo)
+	}
+	for open, err := range p.Uploads.Uploads(ctx) {
+		if err != nil || len(unknown) == 0 {
+			return err
+		}
+		u, err := p.upload(ctx, open)
+		if err != nil {
+			return err
+		}
+		delete(unknown, u.Repository)
+	}
+	for _, name := range repos {
+		if unknown[name] {
+			return api.Errorf(api.CodeNameUnknown, "there is no repository %s", name)
+		}
+	}
+	return nil
 }
 
 func (p *Pruner) upload(ctx context.Context, open blobstore.UploadInfo) (Upload, error) {

@@ -210,7 +210,10 @@ func (c *Collector) Run(ctx context.Context, every time.Duration, t Terms) {
 			}
 			err = c.collectAndLog(ctx, t)
 		}
-		if err != nil && ctx.Err() == nil {
+		if errors.Is(err, ErrRunning) { // which is as good
+			c.Log.Info("no collection is begun: one is running already")
+			_ = wait(ctx, min(every, retryAfter)) // the loop looks at ctx
+		} else if err != nil && ctx.Err() == nil {
 			pause := min(every, retryAfter)
 			if errors.Is(err, ErrTooMuch) || errors.Is(err, ErrLacking) { // somebody has to look at it
 				pause = every

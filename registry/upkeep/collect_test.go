@@ -339,6 +339,44 @@ func TestRunCollects(t *testing.T) {
 	run(func() bool { b, _ := r.ix.Note(t.Context(), "collect"); return string(b) != "not JSON" })
 }
 
+// said gets what is logged.
+type said chan string
+
+func (s said) Write(b []byte) (int, error) {
+	s <- string(b)
+	return len(b), nil
+}
+
+// TestRunMeetsAnother: that a collection is due while somebody has one run is no failure.
+func TestRunMeetsAnother(t *testing.T) {
+	h := new(hands)
+	r := newRig(t, func(r *rig) { r.clock = h.clock })
+	r.put(201, "a", "v1", r.image("a", []byte("content")))
+	r.collect(upkeep.Terms{})
+	h.forward(week) // the next one is due
+	c, lines := r.reg.Collector(), make(said, 99)
+	c.Log = slog.New(slog.NewTextHandler(lines, nil))
+	enter, once, line := c.Enter, sync.Once{}, ""
+	c.Enter = func(ctx context.Context) (func(), error) {
+		once.Do(func() {
+			ctx, cancel := context.WithCancel(ctx)
+			done := make(chan struct{})
+			go func() {
+				defer close(done)
+				c.Run(ctx, time.Hour, upkeep.Terms{})
+			}()
+			line = <-lines
+			cancel()
+			<-done
+		})
+		return enter(ctx)
+	}
+	r.collect(upkeep.Terms{})
+	if !strings.Contains(line, "level=INFO") || !strings.Contains(line, "running already") || c.Totals().Failed != 0 {
+		t.Errorf("%s%+v", line, c.Totals())
+	}
+}
+
 // TestLeftOut: as long as the store holds a change that the index could not take, it is not known what may go.
 func TestLeftOut(t *testing.T) {
 	r := newRig(t, nil)
