@@ -1,6 +1,7 @@
 package registry
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -146,6 +147,35 @@ func (r *Registry) link(ctx context.Context, repo string, i blobstore.Info, more
 	}
 	r.leaseNoted.Store(r.resets.Load() + 1)
 	return nil
+}
+
+// closedRecently is for how long a client that closes an upload again is told that it is closed.
+const closedRecently = time.Hour
+
+// closedBefore is what closing an upload as the blob d comes to that is unknown, as unknown says: the blob, if the
+// repository got it within the last hour. So a client that missed the answer may ask again. Nothing else is kept of an
+// upload that was closed; one that is there, but is not the caller's, stays unknown.
+func (r *Registry) closedBefore(
+	ctx context.Context, repo, id string, ch Chunk, d identity.Digest, unknown error,
+) (i blobstore.Info, err error) {
+	if !errors.Is(asAPI(unknown), api.ErrBlobUploadUnknown) {
+		return i, unknown
+	}
+	if _, err := r.ix.Upload(ctx, id); !errors.Is(err, index.ErrNotFound) {
+		return i, cmp.Or(err, unknown)
+	}
+	until, err := r.ix.LinkedUntil(ctx, repo, d)
+	if err != nil {
+		return i, err
+	}
+	if now := r.now(); !until.After(now) || until.Sub(now) < r.lease-min(r.lease, closedRecently) {
+		return i, unknown
+	}
+	if i, err = r.statBlob(ctx, repo, d); err != nil {
+		return i, unknown
+	}
+	_, err = io.Copy(io.Discard, ch.Body) // many clients look for an answer only once they have sent the body
+	return i, err
 }
 
 // leaseNote keeps how long leases are, in the index: nothing else says when one began.

@@ -286,6 +286,41 @@ func TestEmptiedBlob(t *testing.T) {
 	}
 }
 
+// A client that missed the answer to the last request of an upload, as the server ended before it was sent, may send that
+// one again for an hour. It opens nothing: the blob must be in that repository.
+func TestCloseAgain(t *testing.T) {
+	s := newServer(t)
+	now := time.Now()
+	s.stop()
+	s.clock = func() time.Time { return now }
+	s.start()
+	secrets := s.guard(map[string]string{"one": "a pull,push", "two": "* pull,push", "reader": "a pull"})
+	s.token = secrets["one"]
+	body := []byte("closed")
+	d := identity.Sum(body)
+	at := s.begin("a")
+	s.want(201, "PUT", at+"?digest="+d.String(), body)
+	s.restart(nil)
+	for _, again := range [][]byte{body, nil} {
+		a := s.want(201, "PUT", at+"?digest="+d.String(), again)
+		if a.header.Get("Location") != api.PathBlob("a", d) || a.header.Get(api.HeaderContentDigest) != d.String() {
+			t.Error(a)
+		}
+	}
+	s.want(404, "PUT", at+"?digest="+identity.Sum([]byte("other")).String(), nil)
+	s.want(404, "PATCH", at, body)
+	s.want(404, "GET", at, nil)
+	open := s.begin("a")
+	s.token = secrets["two"]
+	s.want(404, "PUT", strings.Replace(at, "/a/", "/b/", 1)+"?digest="+d.String(), nil)
+	s.want(404, "PUT", open+"?digest="+d.String(), nil)
+	s.token = secrets["reader"]
+	s.want(403, "PUT", at+"?digest="+d.String(), nil)
+	s.token = secrets["one"]
+	now = now.Add(61 * time.Minute)
+	s.want(404, "PUT", at+"?digest="+d.String(), nil)
+}
+
 // TestHeadRenewsLease: a HEAD by a caller who may push keeps a blob in its repository when it was pushed, or
 // asked for, more than an hour ago. Nothing else that only reads does.
 func TestHeadRenewsLease(t *testing.T) {

@@ -190,13 +190,7 @@ func TestImmutableTagKeepsItsType(t *testing.T) {
 		m := s.manifest(repo, nil, map[string]any{"mediaType": nil})
 		m = bytes.Replace(m, []byte(`"mediaType":null,`), nil, 1)
 		d := identity.Sum(m).String()
-		ref, status := "v1", 403
-		switch i {
-		case 1:
-			ref = d
-		case 2:
-			status = 201
-		}
+		ref, status := []string{"v1", d, "v1"}[i], []int{403, 403, 201}[i]
 		if a := s.put(repo, ref, m); a.status != 201 {
 			t.Fatal(a)
 		}

@@ -144,8 +144,9 @@ func (ch *Chunk) place(at, announced int64) error {
 // FinishUpload adds the last chunk, which may be empty, closes the upload as the blob d and makes it visible in the
 // repository. It is durable on return. The bytes are verified, and on ErrDigestInvalid and ErrSizeInvalid nothing of
 // the upload is kept. A body that breaks off is no end: the upload stays, with as many bytes as are returned. So it does
-// when this process ends before the blob is visible: then it has all its bytes, and is closed with an empty chunk. The
-// errors are those of AppendUpload.
+// when this process ends before the blob is visible: then it has all its bytes, and is closed with an empty chunk. If it
+// ends later, before the client hears of it, or the client misses the answer, closing the upload again finds the blob.
+// The errors are those of AppendUpload.
 func (r *Registry) FinishUpload(
 	ctx context.Context,
 	c access.Caller,
@@ -155,6 +156,7 @@ func (r *Registry) FinishUpload(
 ) (i blobstore.Info, kept int64, err error) {
 	s, u, err := r.upload(ctx, c, repo, id)
 	if err != nil {
+		i, err = r.closedBefore(ctx, repo, id, ch, d, err)
 		return i, 0, err
 	}
 	if err := ch.place(s.Size(), u.Size); err != nil {
