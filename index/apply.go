@@ -185,7 +185,10 @@ func (o PutManifest) apply(t *change) error {
 		if err := t.unbind(old); err != nil {
 			return err
 		}
-	} else if err := cmp.Or(t.hold(o), t.list(o.Repo, o.Digest, o.Lists)); err != nil {
+	} else if err := t.list(o.Repo, o.Digest, o.Lists); err != nil {
+		return err
+	}
+	if err := t.hold(o); err != nil { // also again: that it is a base may have been found only now
 		return err
 	}
 	o.Links = sortedLinks(o.Links)

@@ -110,10 +110,10 @@ type Lack struct {
 	Why string // what is not there, or does not read back
 }
 
-// Lacks compares the index with changes that it should know, and returns those of which neither they themselves nor a
-// later one of the same name is there, and those of a manifest or tag of which a row is missing that goes with it. Of a
-// PutManifest it needs repository, digest, number and Refers. Ops without a number, and changes with a repository, tag
-// or number that Apply refuses, are left out. It reads in one transaction: some hundred changes are enough for a call.
+// Lacks compares the index with changes that it should know. It returns those of which neither they themselves nor a later
+// one of the same name is there, and those of a manifest or tag, as it stands, of which a row is missing that goes with
+// it. Of a PutManifest it needs repository, digest, number, Refers and Lists. Ops without a number, and changes with a
+// repository, tag or number that Apply refuses, are left out. It reads in one transaction: ask for some hundred at a time.
 func (ix *Index) Lacks(ctx context.Context, ops ...Op) (lacking []Lack, err error) {
 	err = ix.view(ctx, func(t tx) error {
 		lacking = nil
@@ -143,8 +143,11 @@ func (o PutManifest) lacks(t tx) (why string, err error) {
 	if err != nil {
 		return "", err
 	}
-	if held && r.Seq >= o.Seq {
+	switch {
+	case held && r.Seq == o.Seq:
 		return o.lacksRow(t, r)
+	case held && r.Seq > o.Seq:
+		return "", nil
 	}
 	if gone, err := t.number(manifestGoneKey(o.Repo, o.Digest)); err != nil || gone >= o.Seq {
 		return "", err
@@ -152,17 +155,38 @@ func (o PutManifest) lacks(t tx) (why string, err error) {
 	return "the manifest", nil
 }
 
-// lacksRow looks for the rows that go with the record of the manifest.
+// lacksRow looks for the rows that go with the record of the manifest, and reads those that have a value.
 func (o PutManifest) lacksRow(t tx, r Record) (why string, err error) {
 	bindings, err := t.bindings(r)
 	if err != nil {
 		return "", err
 	}
-	rows := []key{contentKey(r.Digest, partBytes), contentKey(r.Digest, partHolder).text(r.Repo)}
-	for k := range r.listings(bindings) {
-		rows = append(rows, k)
+	values, marks := []key{contentKey(r.Digest, partBytes)}, []key{contentKey(r.Digest, partHolder).text(r.Repo)}
+	if len(o.Refers) > 0 {
+		values = append(values, manifestKey(r.Repo, r.Digest, partRefers))
 	}
-	for _, k := range rows {
+	if len(o.Lists) > 0 {
+		values = append(values, manifestKey(r.Repo, r.Digest, partLists))
+	}
+	if r.ShardCount > 0 {
+		values = append(values, contentKey(r.Digest, partShards))
+	}
+	if target, _, ok := r.bound(); ok {
+		values = append(values, bindingKey(r.Repo, target, r.Digest))
+	}
+	for k, b := range r.listings(bindings) {
+		if b != nil {
+			values = append(values, k)
+		} else {
+			marks = append(marks, k)
+		}
+	}
+	for _, k := range values {
+		if v, err := t.load(k); err != nil || v == nil {
+			return fmt.Sprintf("a %q row of the manifest", k[:1]), err
+		}
+	}
+	for _, k := range marks {
 		if has, err := t.has(k); err != nil || !has {
 			return fmt.Sprintf("a %q row of the manifest", k[:1]), err
 		}

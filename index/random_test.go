@@ -380,6 +380,9 @@ func equal[T any](r interface{ Errorf(string, ...any) }, what string, got, want 
 
 func (w *world) checkExport(r *rapid.T) {
 	equal(r, "export", all(r, w.ix.Export(context.Background())), w.model.export())
+	if lacks, err := w.ix.Lacks(context.Background(), w.sent...); err != nil || len(lacks) > 0 {
+		r.Fatalf("%v, %+v", err, lacks)
+	}
 }
 
 // checkImport imports what is held into another index, which has the same rows then, but for those that say what is gone

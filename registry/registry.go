@@ -147,7 +147,7 @@ func New(c Config) (*Registry, error) {
 	}
 	r.aside.at = -1
 	r.scrubber = upkeep.NewScrubber(c.Store, c.Index, c.Log, r.now, r.aside.changed)
-	r.scrubber.ReadOnly, r.scrubber.Refs = c.ReadOnly, c.Refs
+	r.scrubber.ReadOnly, r.scrubber.Refs, r.scrubber.Names, r.scrubber.Still = c.ReadOnly, c.Refs, namesOf, r.still
 	r.pruner = newPruner(r)
 	r.desk = &answers.Desk{Index: c.Index, Blobs: held{c.Store}, Admit: r.admitText}
 	r.router = newRouter(r)
@@ -347,6 +347,21 @@ func (r *Registry) enter(ctx context.Context) (leave func(), err error) {
 			return nil, err
 		}
 	}
+}
+
+// still runs do while no change is made, and the index has heard of all that were.
+func (r *Registry) still(ctx context.Context, do func() error) error {
+	r.writes.Lock()
+	defer r.writes.Unlock()
+	if !r.indexed.Load() {
+		return fmt.Errorf("%w: it is being made so", upkeep.ErrNotLevel)
+	}
+	if r.kept.behind() {
+		if err := r.replay(ctx); err != nil {
+			return err
+		}
+	}
+	return do()
 }
 
 // catchUp has the index hear of changes that it did not take before, so that what is asked for next is compared with all

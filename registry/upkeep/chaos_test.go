@@ -114,12 +114,21 @@ func chaos(t *testing.T, name string, open func() (blobstore.Engine, error)) {
 	t.Logf("seed %d", load.Seed)
 	ctx, cancel := context.WithTimeout(t.Context(), time.Duration(seconds)*time.Second)
 	defer cancel()
-	removed := int64(0)
+	removed, scrubs := int64(0), 0
 	var wg sync.WaitGroup
 	wg.Go(func() {
 		for ctx.Err() == nil {
 			removed += r.round(t)
 			e.collected()
+		}
+	})
+	wg.Go(func() {
+		for ctx.Err() == nil {
+			did, err := r.reg.Scrubber().Scrub(ctx, upkeep.Order{Rate: 1 << 20})
+			if err != nil && ctx.Err() == nil || did.Damaged > 0 || did.Missing > 0 || did.Records+did.Lacking != "" {
+				t.Errorf("scrub: %v, %+v", err, did)
+			}
+			scrubs++
 		}
 	})
 	load.Run(ctx, r.http.URL)
@@ -129,8 +138,8 @@ func chaos(t *testing.T, name string, open func() (blobstore.Engine, error)) {
 	r.settle(t, e)
 	r.holds(used)
 	load.Check(r.http.URL)
-	fmt.Printf("%s: rounds %d, epochs %d, collected %d, acknowledged %d, refused %d, unanswered %d, pulled %d, lost %d\n",
-		name, e.rounds, e.now, removed, load.Acknowledged.Load(), load.Refused.Load(), load.Unanswered.Load(),
+	fmt.Printf("%s: rounds %d, scrubs %d, epochs %d, collected %d, acknowledged %d, refused %d, unanswered %d, pulled %d, lost %d\n",
+		name, e.rounds, scrubs, e.now, removed, load.Acknowledged.Load(), load.Refused.Load(), load.Unanswered.Load(),
 		load.Pulled.Load(), len(load.Lost()))
 	load.DeleteAll(r.http.URL)
 	r.settle(t, e)

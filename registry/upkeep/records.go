@@ -270,23 +270,159 @@ func noteLacking(ctx context.Context, ix *index.Index, log *slog.Logger, now tim
 	}
 }
 
-// records reads the refs of the store again, as a rebuild of the index would. It returns what is wrong with them, or
-// nothing; the error says that they could not be read now.
-func (s *Scrubber) records(ctx context.Context, p *pace) (why string, err error) {
+// FromRecords is what a scrub found out by the refs of the store.
+type FromRecords struct {
+	// Records is what is wrong with the refs; empty: nothing, or they were not read yet.
+	Records string `json:"records,omitempty"`
+	// Lacking is what the index lacks of them; empty: nothing, or it was not compared yet.
+	Lacking string `json:"lacking,omitempty"`
+}
+
+// Still runs do while no change is on its way from the store to the index, and the index has heard of all.
+type Still func(ctx context.Context, do func() error) error
+
+// records reads the refs of the store again, as a rebuild of the index would, and compares the index with them. The
+// error says that this could not be done now.
+func (s *Scrubber) records(ctx context.Context, p *pace) (found FromRecords, err error) {
 	if s.Refs == nil {
-		return "", nil
+		return found, nil
 	}
+	c := comparison{s: s}
 	for ref, err := range s.Refs.Since(ctx, 0) {
+		if err == nil {
+			err = c.add(ctx, ref.Ref)
+		}
 		switch {
 		case errors.Is(err, blobstore.ErrRefsDamaged):
 			s.log.Error("records of manifests and tags damaged: an index could not be made anew from them", "error", err)
-			return err.Error(), nil
+			return FromRecords{Records: err.Error(), Lacking: c.found()}, nil
 		case err != nil:
-			return "", err
+			return found, err
 		}
 		if err := p.read(ctx, len(ref.Manifest)+len(ref.Finding)+len(ref.Name)); err != nil {
-			return "", err
+			return found, err
 		}
 	}
-	return "", nil
+	if err := c.end(ctx); err != nil {
+		return found, err
+	}
+	noteLacking(ctx, s.ix, s.log, s.now(), c.found())
+	return FromRecords{Lacking: c.found()}, nil
+}
+
+const (
+	comparedOps   = 512     // changes that the index is asked for at a time
+	comparedBytes = 4 << 20 // of their manifests, unless one alone has more
+	maxLacks      = 256     // after so many the comparison ends
+	maxLackNames  = 16      // so many are logged
+)
+
+// comparison is a comparison of the index with the refs on its way.
+type comparison struct {
+	s       *Scrubber
+	ops     []index.Op
+	bytes   int
+	suspect []index.Op // were not in the index, which may not have heard of them yet
+	lacks   []index.Lack
+}
+
+func (c *comparison) add(ctx context.Context, ref blobstore.Ref) error {
+	if c.s.Names == nil || len(c.lacks) >= maxLacks {
+		return nil
+	}
+	op, err := c.op(ref)
+	if err != nil {
+		return err
+	}
+	c.ops, c.bytes = append(c.ops, op), c.bytes+len(ref.Manifest)
+	if len(c.ops) < comparedOps && c.bytes < comparedBytes {
+		return nil
+	}
+	return c.ask(ctx)
+}
+
+func (c *comparison) op(ref blobstore.Ref) (index.Op, error) {
+	manifest := isManifest(ref)
+	switch {
+	case manifest && ref.Deleted:
+		return index.DeleteManifest{Repo: ref.Repo, Digest: ref.Digest, Seq: ref.Seq}, nil
+	case manifest:
+		return c.s.Names.put(ref)
+	case ref.Deleted:
+		return index.DeleteTag{Repo: ref.Repo, Tag: ref.Name, Seq: ref.Seq}, nil
+	}
+	return index.PutTag{Repo: ref.Repo, Tag: ref.Name, Digest: ref.Digest, Seq: ref.Seq}, nil
+}
+
+func (c *comparison) ask(ctx context.Context) error {
+	lacks, err := c.s.ix.Lacks(ctx, c.ops...)
+	c.ops, c.bytes = c.ops[:0], 0
+	if err != nil || len(lacks) == 0 {
+		return err
+	}
+	for _, l := range lacks {
+		c.suspect = append(c.suspect, l.Op)
+	}
+	if len(c.suspect) < maxLacks {
+		return nil
+	}
+	return c.confirm(ctx)
+}
+
+// confirm asks again for what was not in the index.
+func (c *comparison) confirm(ctx context.Context) error {
+	if len(c.suspect) == 0 {
+		return nil
+	}
+	err := c.s.Still(ctx, func() error {
+		lacks, err := c.s.ix.Lacks(ctx, c.suspect...)
+		c.lacks = append(c.lacks, lacks...)
+		return err
+	})
+	c.suspect = nil
+	return err
+}
+
+// end asks for the last ones, and logs what is lacking.
+func (c *comparison) end(ctx context.Context) error {
+	if err := cmp.Or(c.ask(ctx), c.confirm(ctx)); err != nil {
+		return fmt.Errorf("compare the index with the store's records: %w", err)
+	}
+	for _, l := range c.lacks[:min(len(c.lacks), maxLackNames)] {
+		repo, name, digest := named(l.Op)
+		c.s.log.Error("the index lacks what is on record: kiln-registry reindex makes it anew", "repository", repo,
+			"name", name, "digest", digest, "lacks", l.Why)
+	}
+	return nil
+}
+
+// found says in a line what the index lacks.
+func (c *comparison) found() string {
+	if len(c.lacks) == 0 {
+		return ""
+	}
+	more, first := "", c.lacks[0]
+	switch n := len(c.lacks); {
+	case n >= maxLacks:
+		more = fmt.Sprintf(", and at least %d other things", n-1)
+	case n > 1:
+		more = fmt.Sprintf(", and %d other things", n-1)
+	}
+	repo, name, _ := named(first.Op)
+	return fmt.Sprintf("%s: %s of %s%s", first.Why, name, repo, more)
+}
+
+// named returns what an op of a comparison is about.
+func named(o index.Op) (repo, name, digest string) {
+	switch o := o.(type) {
+	case index.PutManifest:
+		return o.Repo, o.Digest.String(), o.Digest.String()
+	case index.DeleteManifest:
+		return o.Repo, o.Digest.String(), o.Digest.String()
+	case index.PutTag:
+		return o.Repo, o.Tag, o.Digest.String()
+	case index.DeleteTag:
+		return o.Repo, o.Tag, ""
+	}
+	return "", "", ""
 }

@@ -144,8 +144,18 @@ func (r *rig) lacks(d identity.Digest) {
 		r.t.Error(r.log)
 	}
 	r.agrees(false)
+	if did, err := r.reg.Scrubber().Scrub(ctx, upkeep.Order{}); err != nil || !strings.Contains(did.Lacking, d.String()) {
+		r.t.Errorf("%+v, %v", did, err)
+	}
+	if !strings.Contains(r.log.String(), `level=ERROR msg="the index lacks what is on record: kiln-registry reindex`) {
+		r.t.Error(r.log)
+	}
+	r.agrees(false)
 	if err := r.reg.Reindex(ctx); err != nil {
 		r.t.Fatal(err)
+	}
+	if did, err := r.reg.Scrubber().Scrub(ctx, upkeep.Order{}); err != nil || did.Lacking != "" {
+		r.t.Errorf("%+v, %v", did, err)
 	}
 	r.agrees(true)
 	if did := r.collect(upkeep.Terms{Force: true, DryRun: true}); did.Unused.Blobs != 3 {
@@ -162,6 +172,57 @@ func (r *rig) agrees(agrees bool) {
 	}
 	if !ok || (h.Status == "ok") != agrees {
 		r.t.Errorf("want agrees %v: %+v", agrees, h)
+	}
+}
+
+// TestScrubFindsLoss: rows that are gone from the index are found by a scrub, whatever they say, and it says so until a
+// scrub finds nothing any more. One scrub may find more than is named.
+func TestScrubFindsLoss(t *testing.T) {
+	r := newRig(t, nil)
+	for i := range 600 {
+		r.put(201, "team/m", fmt.Sprint("t", i), r.image("team/m", fmt.Append(nil, i)))
+	}
+	scrub := func(want string) {
+		t.Helper()
+		did, err := r.reg.Scrubber().Scrub(t.Context(), upkeep.Order{})
+		if err != nil || !strings.Contains(did.Lacking, want) || (did.Lacking == "") != (want == "") {
+			t.Errorf("want %q: %+v, %v", want, did, err)
+		}
+		r.agrees(want == "")
+	}
+	scrub("")
+	var rows [][2][]byte
+	tags := []byte("tteam/m\x00")
+	err := r.kv.Update(t.Context(), func(x index.Txn) error {
+		for k, v := range x.Range(tags, append(tags, 0xff)) {
+			rows = append(rows, [2][]byte{bytes.Clone(k), bytes.Clone(v)})
+		}
+		return x.Delete(rows[100][0])
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	scrub("the last change of the tag: " + string(rows[100][0][len(tags):]) + " of team/m")
+	all := func(do func(x index.Txn, row [2][]byte) error) {
+		t.Helper()
+		err := r.kv.Update(t.Context(), func(x index.Txn) error {
+			for _, row := range rows {
+				if err := do(x, row); err != nil {
+					return err
+				}
+			}
+			return nil
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	all(func(x index.Txn, row [2][]byte) error { return x.Delete(row[0]) })
+	scrub("and at least")
+	all(func(x index.Txn, row [2][]byte) error { return x.Put(row[0], row[1]) })
+	scrub("")
+	if n := strings.Count(r.log.String(), "the index lacks what is on record"); n != 17 {
+		t.Errorf("%d lines", n)
 	}
 }
 

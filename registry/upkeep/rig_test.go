@@ -39,6 +39,7 @@ type rig struct {
 	engine func(index.KV) index.KV               // what the index sees of its engine; nil: the engine
 	open   func() (blobstore.Engine, error)      // nil: a store in dir
 	store  blobstore.Engine
+	kv     index.KV
 	ix     *index.Index
 	reg    *registry.Registry
 	http   *httptest.Server
@@ -98,6 +99,7 @@ func (r *rig) start() {
 	if r.engine != nil {
 		engine = r.engine(engine)
 	}
+	r.kv = engine
 	if r.ix, err = index.New(ctx, engine); err != nil {
 		r.t.Fatal(err)
 	}

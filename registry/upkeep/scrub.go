@@ -62,8 +62,7 @@ type Scrubbing struct {
 	Unsteady   int64           `json:"unsteady"`
 	Unreadable int64           `json:"unreadable"`
 	Missing    int64           `json:"missing"`
-	// Records is what is wrong with the store's refs; empty: nothing, or they were not read yet.
-	Records string `json:"records,omitempty"`
+	FromRecords
 }
 
 func (s *Scrubbing) add(f Finding) {
@@ -88,8 +87,10 @@ func (s *Scrubbing) add(f Finding) {
 type Scrubber struct {
 	// ReadOnly leaves blobs that are damaged where they are: they are only reported.
 	ReadOnly bool
-	// Refs, if set, are read through at the end of each pass.
-	Refs blobstore.Refs
+	// Refs, if set, are read through at the end of each pass, and the index is compared with them by Names and Still.
+	Refs  blobstore.Refs
+	Names Names
+	Still Still
 
 	store blobstore.Store
 	ix    *index.Index
@@ -185,7 +186,7 @@ func (s *Scrubber) Scrub(ctx context.Context, o Order) (did Scrubbing, err error
 	} else {
 		err = s.all(ctx, p, see)
 		if err == nil {
-			did.Records, err = s.records(ctx, p)
+			did.FromRecords, err = s.records(ctx, p)
 		}
 	}
 	did.Ended = s.now()
@@ -459,13 +460,13 @@ func (s *Scrubber) leg(ctx context.Context, p *pace) error {
 			break
 		}
 	}
-	why := ""
+	var found FromRecords
 	if failed == nil && whole {
-		why, failed = s.records(ctx, p)
+		found, failed = s.records(ctx, p)
 	}
 	s.mu.Lock()
 	if failed == nil && whole {
-		s.state.Records, s.state.Ended = why, s.now()
+		s.state.FromRecords, s.state.Ended = found, s.now()
 	}
 	state := s.state
 	s.mu.Unlock()

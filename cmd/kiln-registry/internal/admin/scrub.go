@@ -88,6 +88,9 @@ func (s *scrubbing) run(ctx context.Context, stdout, stderr io.Writer) error {
 	case err == nil && show.records != "":
 		return cli.Hint(cli.Exit(cli.CodeNo, fmt.Errorf("the store's records of manifests and tags: %s", show.records)),
 			"what the server serves comes from its index: copy the artifacts to another registry before a reindex --accept-loss")
+	case err == nil && show.lacking != "":
+		return cli.Hint(cli.Exit(cli.CodeNo, fmt.Errorf("the index is damaged, it lacks %s", show.lacking)),
+			"nothing is lost: kiln-registry reindex makes it anew")
 	case err == nil && show.bad > 0:
 		return cli.Hint(cli.Exit(cli.CodeNo, fmt.Errorf("%s not as they should be", cli.Count(show.bad, "blob"))),
 			"push those bytes again: that heals them; kiln-registry scrub --list says which repositories miss them")
@@ -107,6 +110,7 @@ type scrubShow struct {
 	bad         int
 	absent      int    // that were named
 	records     string // what is wrong with the refs
+	lacking     string // what the index lacks of them
 }
 
 // count counts a blob that is not good, and says what is the matter with one that is not there. One that goes while all
@@ -130,7 +134,7 @@ func (s *scrubShow) event(e upkeep.Event) {
 		s.count(e.Finding)
 	}
 	if e.Scrub != nil {
-		s.records = e.Scrub.Records
+		s.records, s.lacking = e.Scrub.Records, e.Scrub.Lacking
 	}
 	switch {
 	case s.json:
