@@ -37,17 +37,21 @@ type Artifact struct {
 	Facts     api.Facts          // what the documents inside say
 }
 
-// Classify says what an image manifest is. For an index the answer is an artifact of no kind. A manifest that
-// contradicts itself, or what its blobs hold, is api.ErrManifestInvalid; every other error is one of reading blobs.
+// Classify says what an image manifest is. For an index the answer is an artifact of no kind, and nothing binds what is
+// of no kind to a base. A manifest that contradicts itself, or what its blobs hold, is api.ErrManifestInvalid; every
+// other error is one of reading blobs.
 func Classify(ctx context.Context, blobs Blobs, m Manifest) (Artifact, error) {
 	a := Artifact{State: api.ContentNone, Evidence: api.EvidenceNone}
-	claim, err := identity.Aggregate{}, error(nil)
+	var err error
 	if s, ok := m.Annotations[api.AnnotationAggregate]; ok {
-		if claim, err = identity.ParseAggregate(s); err != nil {
+		if a.Claim, err = identity.ParseAggregate(s); err != nil {
 			return a, api.Errorf(api.CodeManifestInvalid, "annotation %s: %v", api.AnnotationAggregate, err)
 		}
+		if a.Claim.IsZero() {
+			return a, api.Errorf(api.CodeManifestInvalid, "annotation %s: %s is no aggregate: leave it out where the "+
+				"base is not known", api.AnnotationAggregate, s)
+		}
 	}
-	a.Claim, a.Base, a.Evidence = claim, claim, annotated(claim).evidence
 	files, err := filesOf(m)
 	if err != nil || m.IsIndex() {
 		return a, err
@@ -61,7 +65,7 @@ func Classify(ctx context.Context, blobs Blobs, m Manifest) (Artifact, error) {
 	if err := a.selectShards(ctx, blobs, m, files); err != nil || a.Kind != api.KindBase {
 		return a, err
 	}
-	a.Base, a.Evidence = a.Shards.Aggregate, api.EvidenceNone
+	a.Base = a.Shards.Aggregate
 	return a, a.checkBase()
 }
 
@@ -133,8 +137,8 @@ type file struct {
 // files are the named layers of a manifest, by name.
 type files map[string]file
 
-// TextSize returns the size in bytes of the largest text that Classify holds in memory: of a shard index or a document;
-// 0 if there is none.
+// TextSize returns the size in bytes of the largest text that Classify may read: of a shard index or a document; 0 if
+// there is none.
 func (m Manifest) TextSize() (size int64) {
 	all, err := filesOf(m)
 	if err != nil || m.IsIndex() {
@@ -144,8 +148,9 @@ func (m Manifest) TextSize() (size int64) {
 	if err != nil {
 		return 0
 	}
-	for _, f := range all.texts(kind) {
-		if f.Size <= api.MaxIndexDocumentBytes { // others are not read
+	texts, limit := all.texts(kind)
+	for _, f := range texts {
+		if f.Size <= limit { // others are not read
 			size = max(size, f.Size)
 		}
 	}

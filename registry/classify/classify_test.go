@@ -11,6 +11,8 @@ import (
 	"strings"
 	"testing"
 
+	v1 "github.com/opencontainers/image-spec/specs-go/v1"
+
 	"github.com/kiln-registry/kiln-registry/api"
 	"github.com/kiln-registry/kiln-registry/identity"
 )
@@ -213,6 +215,8 @@ func TestRefusals(t *testing.T) {
 		"claim of nothing": {notes: map[string]string{api.AnnotationAggregate: other, api.AnnotationKind: "base"},
 			layers: []layer{
 				{config, "model.safetensors.index.json", indexOf("a.safetensors"), nil}, title("b.safetensors")}},
+		"aggregate of zeros": {notes: map[string]string{api.AnnotationAggregate: "sha256:" + strings.Repeat("0", 64)},
+			layers: []layer{title("adapter_model.safetensors")}},
 		"no aggregate":      {notes: map[string]string{api.AnnotationAggregate: "sha256:XYZ"}},
 		"unknown kind":      {notes: map[string]string{api.AnnotationKind: "lora"}},
 		"two kinds":         {artifactType: api.ArtifactTypeEval, notes: map[string]string{api.AnnotationKind: "base"}},
@@ -225,6 +229,19 @@ func TestRefusals(t *testing.T) {
 		) {
 			t.Errorf("%s: %+v, %v", name, a, err)
 		}
+	}
+}
+
+// An index is nothing that was made from a base, whatever it says.
+func TestIndexIsUnbound(t *testing.T) {
+	s := blobs{}
+	m, err := Parse("", fmt.Appendf(nil,
+		`{"schemaVersion":2,"mediaType":%q,"manifests":[],"annotations":{%q:%q}}`, v1.MediaTypeImageIndex, api.AnnotationAggregate, identity.Sum([]byte("base"))))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if a, err := Classify(t.Context(), s, m); err != nil || !a.Base.IsZero() || a.Evidence != api.EvidenceNone {
+		t.Errorf("%+v, %v", a, err)
 	}
 }
 

@@ -109,6 +109,7 @@ func readAs[T any](m *made, f file, limit int64, parse func([]byte) (T, error)) 
 	if err != nil {
 		return v, err
 	}
+	m.seen[f.name] = true
 	v, err = parse(text)
 	return v, refused(f.name, err)
 }
@@ -205,18 +206,31 @@ func (f files) guess() api.Kind {
 	return ""
 }
 
-// texts returns the documents that classification holds in memory as a whole.
-func (f files) texts(kind api.Kind) []file {
+// texts returns the files that classification may read as a text, up to limit bytes of each.
+func (f files) texts(kind api.Kind) (found []file, limit int64) {
 	switch kind {
-	case api.KindCheckpoint:
-		return []file{f[documents.CheckpointFile]}
-	case api.KindReceipt:
-		return []file{f[documents.ReceiptFile]}
-	case api.KindAdapter, api.KindEval, api.KindStatement:
-		return f.ending(".json")
+	case api.KindAdapter: // whose manifest may call its other documents as it likes, but for weights
+		for _, d := range f {
+			if !strings.Contains(d.name, "/") && d.plain() && !isWeights(d.name) {
+				found = append(found, d)
+			}
+		}
+		return found, documents.MaxDocument
+	case api.KindCheckpoint, api.KindReceipt:
+		for _, name := range []string{documents.CheckpointFile, documents.ReceiptFile, documents.AdapterManifestFile} {
+			found = append(found, f[name])
+		}
+		return found, documents.MaxDocument
+	case api.KindStatement:
+		return f.ending(".json"), documents.MaxDocument
+	case api.KindEval:
+		return f.ending(".json", rowsExt), documents.MaxEval
 	}
-	return []file{f[indexName]}
+	return []file{f[indexName]}, api.MaxIndexDocumentBytes
 }
+
+// isWeights says whether a file is called as weights are: such a file is never read as a document.
+func isWeights(name string) bool { return path.Ext(name) == identity.Extension }
 
 // made is an artifact whose documents are being read.
 type made struct {
@@ -227,7 +241,12 @@ type made struct {
 	layers []Descriptor
 	claims []claim
 	docs   Documents
-	kiln   bool // it has a Kiln record, which should hold the full manifest of its base
+	seen   map[string]bool // the documents that were read, by file name
+	kiln   bool            // it has a Kiln record, which should hold the full manifest of its base
+}
+
+func newMade(ctx context.Context, blobs Blobs, m Manifest, all files, a *Artifact) *made {
+	return &made{Artifact: a, ctx: ctx, blobs: blobs, files: all, layers: m.Layers, seen: map[string]bool{}}
 }
 
 // readers read the documents of an artifact, by its kind.
@@ -280,15 +299,18 @@ func Read(ctx context.Context, blobs Blobs, m Manifest) (Documents, error) {
 	if err != nil || readers[kind] == nil {
 		return Documents{}, err
 	}
-	made := &made{Artifact: &Artifact{Kind: kind}, ctx: ctx, blobs: blobs, files: all, layers: m.Layers}
+	made := newMade(ctx, blobs, m, all, &Artifact{Kind: kind})
 	err = readers[kind](made)
 	return made.docs, err
 }
 
 // readDocuments reads what the documents of an artifact say, and compares it with the files and with each other.
 func (a *Artifact) readDocuments(ctx context.Context, blobs Blobs, m Manifest, all files) error {
-	made := &made{Artifact: a, ctx: ctx, blobs: blobs, files: all, layers: m.Layers}
+	made := newMade(ctx, blobs, m, all, a)
 	if err := readers[a.Kind](made); err != nil {
+		return err
+	}
+	if err := made.others(); err != nil {
 		return err
 	}
 	best, err := strongest(append(made.claims, annotated(a.Claim))...)

@@ -128,10 +128,12 @@ func TestDocuments(t *testing.T) {
 			layers: doc("e1.json", testartifact.Eval("e1", "demo", nil)), kind: "eval", evidence: "none", legacy: true,
 			name: "e1"},
 		"eval that nobody calls one": {layers: doc("e1.json", testartifact.Eval("e1", "demo", base)), evidence: "none"},
+		"no kind, annotated": {artifactType: "application/vnd.dev.cosign.artifact.sig.v1+json", notes: claim,
+			layers: doc("sig.json", []byte("{}")), evidence: "none"},
 		"rows": {artifactType: api.ArtifactTypeEval, layers: doc("e1.jsonl", rows), kind: "eval", evidence: "document",
 			source: "e1.jsonl line 1 $.base_weight_shard_manifest", name: "e1"},
 		"rows, one of no base": {artifactType: api.ArtifactTypeEval,
-			layers: doc("e1.jsonl", slices.Concat(rows, testartifact.Row("3", nil))), kind: "eval", evidence: "document",
+			layers: doc("e1.jsonl", slices.Concat(rows, testartifact.Row("3", nil))), kind: "eval", evidence: "aggregate-only",
 			source: "e1.jsonl line 1 $.base_weight_shard_manifest", name: "e1", legacy: true},
 		"bind": {artifactType: api.ArtifactTypeStatement, layers: doc("statement.json", bind(t, target, agg)),
 			kind: "statement", evidence: "asserted", source: "statement.json $.bind.base_aggregate_sha256"},
@@ -211,6 +213,13 @@ func TestDisagreements(t *testing.T) {
 	foreign := testartifact.Receipt("sql", identity.Sum(swapped), base)
 	output := edited(t, adapter, "train_receipt.json", string(receipt(adapter)), string(foreign))
 	output = edited(t, output, "adapter_manifest.json", sum(receipt(adapter)), sum(foreign))
+	named := edited(t, adapter, "adapter_manifest.json", `"train_receipt.json"`, `"other.json"`)
+	for i, l := range named {
+		if l.name == "train_receipt.json" {
+			named[i].name = "other.json"
+		}
+	}
+	named = slices.Clip(named)
 	const ofBase, ofFile, ofDocument = api.CodeAggregateConflict, api.CodeDocumentConflict, api.CodeDocumentInvalid
 	for name, c := range map[string]struct {
 		artifactType string
@@ -243,6 +252,28 @@ func TestDisagreements(t *testing.T) {
 			detail: api.Conflict{Reason: ofFile, Claimed: sum(swapped), Derived: sum(weights),
 				ClaimedAt: "train_receipt.json $.adapters.output.adapter_model_sha256",
 				DerivedAt: "adapter_model.safetensors"}},
+		"a second receipt": {layers: append(named, layer{oras, "train_receipt.json", otherReceipt, nil}),
+			detail: api.Conflict{Reason: ofBase, Claimed: b, Derived: a,
+				ClaimedAt: "train_receipt.json $.model.base_weight_shard_manifest",
+				DerivedAt: "adapter_manifest.json $.base_weight_shard_manifest"}},
+		"a second receipt of other weights": {layers: append(named, layer{oras, "train_receipt.json", foreign, nil}),
+			detail: api.Conflict{Reason: ofFile, Claimed: sum(swapped), Derived: sum(weights),
+				ClaimedAt: "train_receipt.json $.adapters.output.adapter_model_sha256",
+				DerivedAt: "adapter_manifest.json $.safetensors_hash"}},
+		"a second receipt that is none": {layers: append(named, layer{oras, "train_receipt.json", []byte("{}"), nil}),
+			detail: api.BadDocument{Reason: ofDocument, File: "train_receipt.json", Path: "$", Rule: "required"}},
+		"receipt with an adapter manifest": {artifactType: api.ArtifactTypeReceipt, layers: append(
+			doc("train_receipt.json", otherReceipt), slices.DeleteFunc(slices.Clone(adapter), func(l layer) bool {
+				return l.name != "adapter_manifest.json"
+			})...), detail: api.Conflict{Reason: ofBase, Claimed: a, Derived: b,
+			ClaimedAt: "adapter_manifest.json $.base_weight_shard_manifest",
+			DerivedAt: "train_receipt.json $.model.base_weight_shard_manifest"}},
+		"adapter with a checkpoint manifest": {artifactType: api.ArtifactTypeAdapter, layers: append(
+			without(adapterOf(t, other), ""), slices.DeleteFunc(slices.Clone(checkpoint), func(l layer) bool {
+				return l.name != "checkpoint_manifest.json"
+			})...), detail: api.Conflict{Reason: ofBase, Claimed: a, Derived: b,
+			ClaimedAt: "checkpoint_manifest.json $.auxiliary_state.base_weight_shard_manifest",
+			DerivedAt: "adapter_manifest.json $.base_weight_shard_manifest"}},
 		"checkpoint string": {layers: edited(t, checkpoint, "checkpoint_manifest.json",
 			`"base_model_weights_sha256":"`+a, `"base_model_weights_sha256":"`+b), detail: api.Conflict{Reason: ofBase,
 			Claimed: b, Derived: a, ClaimedAt: "checkpoint_manifest.json $.auxiliary_state.base_model_weights_sha256",
@@ -326,8 +357,8 @@ func TestFromSubject(t *testing.T) {
 		"document":       {f: of("adapter", "document", base), evidence: "document", base: base},
 		"aggregate only": {f: of("checkpoint", "aggregate-only", base), evidence: "asserted", base: base},
 		"another":        {f: of("adapter", "document", other), refused: true},
-		"annotation":     {f: of("", "asserted", other), refused: true},
-		"no kind":        {f: of("", "none", identity.Aggregate{}), evidence: "asserted", base: base},
+		"annotation":     {f: of("adapter", "asserted", other), refused: true},
+		"no kind":        {f: of("", "none", identity.Aggregate{}), evidence: "none"},
 		"base":           {f: of("base", "none", other), evidence: "none", base: other},
 		"statement":      {f: of("statement", "none", identity.Aggregate{}), evidence: "none"},
 	} {
@@ -415,28 +446,6 @@ func TestDamagedDocument(t *testing.T) {
 		if _, err := s.classify(t, body); !errors.Is(err, ErrDamaged) || errors.Is(err, api.ErrManifestInvalid) {
 			t.Error(err)
 		}
-	}
-}
-
-// A text that is too large is not read.
-func TestLargeDocuments(t *testing.T) {
-	s := blobs{}
-	m, err := Parse(imageType, s.manifest(api.ArtifactTypeEval, nil, doc("e.json", []byte("{}"))...))
-	if err != nil {
-		t.Fatal(err)
-	}
-	m.Layers[0].Size = documents.MaxEval + 1
-	var e *api.Error
-	if _, err := Classify(t.Context(), s, m); !errors.As(err, &e) || e.Detail != (api.BadDocument{
-		Reason: "DOCUMENT_INVALID", File: "e.json", Rule: "input-size"}) {
-		t.Error(err, e)
-	}
-	if m.TextSize() != 0 {
-		t.Error(m.TextSize())
-	}
-	m.Layers[0].Size = 5 << 20
-	if m.TextSize() != 5<<20 {
-		t.Error(m.TextSize())
 	}
 }
 

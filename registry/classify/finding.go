@@ -12,7 +12,7 @@ import (
 
 // Rules numbers the rules of Classify. It is raised when they find something else in the same manifest and blobs: what
 // was found by earlier ones is found again then, as far as the blobs are still there.
-const Rules = 2
+const Rules = 3
 
 // Finding is what was found of a manifest when it was put. It is kept beside the manifest, as what it rests on, the
 // blobs and the manifest of the subject, may be gone or damaged by the time that it is needed again.
@@ -88,10 +88,10 @@ func ParseFinding(m Manifest, kept string) (f Finding, err error) {
 }
 
 // From notes the base of the subject that a manifest refers to, zero if it is none: it is one more claim about the base
-// from which the artifact was made. What is a base itself, or a statement about its subject, has none by it. A subject
-// of another base than is claimed otherwise refuses the manifest.
+// from which the artifact was made. What is a base itself, a statement about its subject, or of no kind, has none by
+// it. A subject of another base than is claimed otherwise refuses the manifest, and changes nothing of f.
 func (f *Finding) From(subject identity.Digest, base identity.Aggregate) error {
-	if f.Kind == api.KindBase || f.Kind == api.KindStatement || base.IsZero() {
+	if f.Kind == "" || f.Kind == api.KindBase || f.Kind == api.KindStatement || base.IsZero() {
 		return nil
 	}
 	own := claim{f.Evidence, f.Base, f.Facts.Source}
@@ -102,9 +102,6 @@ func (f *Finding) From(subject identity.Digest, base identity.Aggregate) error {
 	if err != nil {
 		return err
 	}
-	f.Base, f.Evidence = best.base, best.evidence
-	if f.Kind != "" {
-		f.Facts.Source = best.at
-	}
+	f.Base, f.Evidence, f.Facts.Source = best.base, best.evidence, best.at
 	return nil
 }

@@ -21,6 +21,9 @@ func (m *made) adapter() error {
 	}
 	if stated != nil {
 		names = stated.Files
+		if err := checkNames(names); err != nil {
+			return err
+		}
 	}
 	if err := m.adapterConfig(names.Config, facts); err != nil {
 		return err
@@ -46,11 +49,66 @@ func (m *made) adapter() error {
 	if stated != nil {
 		return refused(documents.AdapterManifestFile, stated.CheckReceipt(*receipt))
 	}
-	if out := receipt.Output.Weights; !out.IsZero() && out != facts.Weights {
-		return disagree(api.CodeDocumentConflict, out.String(),
-			documents.ReceiptFile+" $.adapters.output.adapter_model_sha256", none(facts.Weights), names.Model)
+	return checkOutput(*receipt, facts.Weights, names.Model)
+}
+
+// checkNames refuses an adapter manifest that calls a document as weights are called, which are read as none.
+func checkNames(names documents.AdapterFiles) error {
+	for member, name := range map[string]string{"adapter_config": names.Config, "train_receipt": names.Receipt} {
+		if isWeights(name) {
+			return api.Errorf(api.CodeManifestInvalid, "%s $.files.%s: %.80q is no name of a document",
+				documents.AdapterManifestFile, member, name).With(api.BadDocument{Reason: api.CodeDocumentInvalid,
+				File: documents.AdapterManifestFile, Path: "$.files." + member, Rule: documents.RuleName})
+		}
 	}
 	return nil
+}
+
+// checkOutput refuses a train_receipt.json of other weights than lie beside it.
+func checkOutput(r documents.Receipt, weights identity.Digest, file string) error {
+	if out := r.Output.Weights; !out.IsZero() && out != weights {
+		return disagree(api.CodeDocumentConflict, out.String(),
+			documents.ReceiptFile+" $.adapters.output.adapter_model_sha256", none(weights), file)
+	}
+	return nil
+}
+
+// others reads the documents at the top that go by a name of Kiln's, and that the kind of the artifact has no use for:
+// what they say about the base counts as well.
+func (m *made) others() error {
+	if f, ok := m.other(documents.AdapterManifestFile); ok {
+		d, err := readAs(m, f, documents.MaxDocument, documents.ParseAdapterManifest)
+		if err != nil {
+			return err
+		}
+		m.claims = append(m.claims, said(f.name, d.Base()))
+	}
+	if f, ok := m.other(documents.CheckpointFile); ok {
+		d, err := readAs(m, f, documents.MaxDocument, documents.ParseCheckpoint)
+		if err != nil {
+			return err
+		}
+		m.claims = append(m.claims, said(f.name, d.Base()))
+	}
+	f, ok := m.other(documents.ReceiptFile)
+	if !ok {
+		return nil
+	}
+	d, err := readAs(m, f, documents.MaxDocument, documents.ParseReceipt)
+	if err != nil {
+		return err
+	}
+	m.claims = append(m.claims, said(f.name, d.Base()))
+	if a := m.Facts.Adapter; a != nil {
+		return checkOutput(d, a.Weights, documents.AdapterManifestFile+" $.safetensors_hash")
+	}
+	return nil
+}
+
+// other returns the document of that name, if it was not read.
+func (m *made) other(name string) (file, bool) {
+	f, ok := m.files.document(name)
+	return f, ok && !m.seen[name]
 }
 
 // none is the text of a digest, or says that there is none.
