@@ -105,3 +105,13 @@ func (f *Finding) From(subject identity.Digest, base identity.Aggregate) error {
 	f.Base, f.Evidence, f.Facts.Source = best.base, best.evidence, best.at
 	return nil
 }
+
+// Stay keeps what is known of the same manifest by its subject: that may be gone since, and what was acknowledged gets
+// no weaker. The error is that of From.
+func (f *Finding) Stay(subject identity.Digest, was Artifact) error {
+	if subject.IsZero() || was.Kind != f.Kind || was.Evidence != api.EvidenceAsserted ||
+		!stronger(was.Evidence, f.Evidence) {
+		return nil
+	}
+	return f.From(subject, was.Base)
+}
