@@ -128,7 +128,8 @@ type Link struct {
 	Aggregate identity.Aggregate `json:"aggregate_sha256,omitzero"` // the base that is named, where it is one
 	Statement identity.Digest    `json:"statement,omitzero"`        // the manifest of the statement that says so
 	How       string             `json:"how,omitempty"`             // of derived_from: quantize, merge or finetune
-	Artifact  *Artifact          `json:"artifact,omitempty"`        // absent: not held here, as far as the caller may see
+	Inside    bool               `json:"inside,omitempty"`          // what is named is a file of the one that names it
+	Artifact  *Artifact          `json:"artifact,omitempty"`        // absent: no artifact here, as far as the caller may see
 }
 
 // The relations of a lineage, from the one that names to the one that is named.
@@ -145,9 +146,12 @@ const (
 // Lineage is the answer of GET /v1/artifacts/{digest}/lineage.
 type Lineage struct {
 	Artifact  Artifact  `json:"artifact"`
-	Bindings  []Binding `json:"bindings,omitempty"` // all of them, where bind statements name different bases
-	Parents   []Link    `json:"parents"`            // what it names; empty on later pages
+	Bindings  []Binding `json:"bindings,omitempty"` // those of Artifact
+	Parents   []Link    `json:"parents"`            // what it names; empty on later pages of Children
 	Children  []Link    `json:"children"`           // what names it
 	NotProven []string  `json:"not_proven"`
 	Next      string    `json:"next,omitempty"` // of Children
+	// NextParents is passed as after, too: for the next page of Parents, without Children. It is there where many
+	// statements say from what a base was made.
+	NextParents string `json:"next_parents,omitempty"`
 }

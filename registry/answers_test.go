@@ -305,6 +305,9 @@ func edge(l api.Link) string {
 	if l.Weak {
 		out += " weakly " + l.Name
 	}
+	if l.Inside {
+		out += " inside"
+	}
 	if l.Artifact != nil {
 		out += " " + l.Artifact.Repository
 	}
@@ -331,10 +334,10 @@ func TestLineage(t *testing.T) {
 			query             string
 			parents, children []string
 		}{
-			"adapter": {of: f.sql, parents: []string{"receipt team/receipts"}, children: []string{"adapter team/evals",
+			"adapter": {of: f.sql, parents: []string{"receipt inside team/receipts"}, children: []string{"adapter team/evals",
 				"adapter team/run", "adapter team/run", "adapter team/run", "adapter weakly sql lab/evals",
 				"derived_from lab/second", "output team/receipts", "parent_adapter lab/second"}},
-			"adapter on it": {of: f.second, parents: []string{"parent_adapter team/adapters", "receipt"},
+			"adapter on it": {of: f.second, parents: []string{"parent_adapter team/adapters", "receipt inside"},
 				children: []string{"statement lab/merge"}},
 			"checkpoint": {of: f.checkpoint, parents: []string{"adapter team/adapters", "adapter weakly demo"},
 				children: []string{}},
@@ -478,7 +481,7 @@ func TestAnswersShowOnlyWhatMayBePulled(t *testing.T) {
 		hidden(f.want(200, "GET", path, nil))
 	}
 	l := get[api.Lineage](f.server, api.PathLineage(f.second))
-	if got := edges(l.Parents); !slices.Equal(got, []string{"parent_adapter", "receipt"}) || len(l.Children) > 0 {
+	if got := edges(l.Parents); !slices.Equal(got, []string{"parent_adapter", "receipt inside"}) || len(l.Children) > 0 {
 		t.Errorf("%q, %+v", got, l.Children)
 	}
 	// What is hidden is answered for as what is not there.

@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"github.com/kiln-registry/kiln-registry/api"
+	"github.com/kiln-registry/kiln-registry/blobstore"
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/index"
 	"github.com/kiln-registry/kiln-registry/registry/access"
@@ -22,9 +23,15 @@ import (
 // Desk answers questions. It is safe for concurrent use.
 type Desk struct {
 	Index *index.Index
-	Blobs classify.Blobs
+	Blobs Blobs
 	// Admit waits until a text of that many bytes may be held in memory. release says that it is no more.
 	Admit func(size int64) (release func())
+}
+
+// Blobs are those of a store.
+type Blobs interface {
+	classify.Blobs
+	Stat(ctx context.Context, d identity.Digest) (blobstore.Info, error)
 }
 
 // Filter selects artifacts.
@@ -40,17 +47,23 @@ type Filter struct {
 
 // Artifacts appends a page of up to n artifacts to buf, as JSON with commas between.
 func (d *Desk) Artifacts(ctx context.Context, c access.Caller, f Filter, n int, buf []byte) (index.Page, error) {
+	if f.Evidence == api.EvidenceNone { // what has no binding is unbound, or a base
+		held, err := d.Index.Holds(ctx, f.Aggregate, c.Sees, c.Next)
+		return index.Page{JSON: buf, Held: held}, err
+	}
 	return d.Index.Listing(ctx, index.Query{
 		Aggregate: f.Aggregate, Unbound: f.Aggregate.IsZero(), Kind: f.Kind, Name: f.Name, Since: f.Since,
 		Evidence: f.Evidence, Repo: f.Repo, See: c.Sees, Next: c.Next, After: f.After,
 	}, n, buf)
 }
 
-// What an artifact in a list of links shows at most, as listings do; see api.Artifact.
 const (
+	// What an artifact in a list of links shows at most, as listings do; see api.Artifact.
 	maxTags        = 16
 	maxAnnotations = 2 << 10
 	maxFacts       = 4 << 10
+
+	maxBinds = 16 // bind statements about one artifact that the index counts
 )
 
 // view is what one caller sees while one question is answered.
@@ -115,6 +128,24 @@ func (v *view) bindings(rec index.Record) (all []api.Binding, err error) {
 	return all, nil
 }
 
+// manyBind says whether more bind statements of its repository are about a record than the index counts. Where it is
+// hard to tell, for all the other statements about it, it says so, too.
+func (v *view) manyBind(rec index.Record) (bool, error) {
+	found, next, err := v.Index.Records(v.ctx, index.Query{Target: rec.Digest, Relation: api.RelationStatement,
+		Repo: rec.Repo}, maxStatements)
+	n := 0
+	for _, s := range found {
+		f, err := facts(s)
+		if err != nil {
+			return false, err
+		}
+		if f.Statement != nil && f.Statement.Type == api.StatementBind {
+			n++
+		}
+	}
+	return n > maxBinds || next != "", err
+}
+
 // artifact describes a record whole.
 func (v *view) artifact(rec index.Record) (*api.Artifact, error) {
 	tags, err := v.Index.TagsOf(v.ctx, rec.Repo, rec.Digest)
@@ -140,7 +171,13 @@ func (v *view) artifact(rec index.Record) (*api.Artifact, error) {
 	if len(bindings) > 0 {
 		a.Binding = bindings[0]
 	}
-	return a, nil
+	if len(bindings) > 1 {
+		a.Bindings = bindings
+	}
+	if a.Binding.Source != "" {
+		a.MoreBindings, err = v.manyBind(rec)
+	}
+	return a, err
 }
 
 // short is artifact without what is long.

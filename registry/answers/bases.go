@@ -14,8 +14,10 @@ import (
 const (
 	// maxNewest bounds the search for the newest packaging of a base.
 	maxNewest = 10_000
-	// maxStatements bounds how many statements about one base are looked at.
+	// maxStatements is how many statements about a base one step reads, and one page shows.
 	maxStatements = 256
+	// maxLooked bounds how many statements about each of two bases are read for those about both.
+	maxLooked = 40 * maxStatements
 )
 
 // unknownAggregate says that the caller sees no base of that aggregate.
@@ -84,7 +86,7 @@ func (d *Desk) Compare(ctx context.Context, c access.Caller, req api.CompareRequ
 		NotProven: api.NotProven,
 	}
 	if !out.Same {
-		out.DerivedFrom, err = d.view(ctx, c).between(a.Aggregate, b.Aggregate)
+		out.DerivedFrom, out.MoreDerived, err = d.view(ctx, c).between(a.Aggregate, b.Aggregate)
 	}
 	return out, err
 }
@@ -145,34 +147,73 @@ func (d *Desk) referred(ctx context.Context, c access.Caller, reference string) 
 	return d.Index.Shards(ctx, rec.Aggregate, rec.Repo, rec.Digest)
 }
 
-// between returns the statements that say that one of two bases was made from the other.
-func (v *view) between(a, b identity.Aggregate) ([]api.Derivation, error) {
+// between returns the statements that say that one of two bases was made from the other. more: not all statements about
+// them were looked at, and there may be others.
+func (v *view) between(a, b identity.Aggregate) (all []api.Derivation, more bool, err error) {
 	if a.IsZero() || b.IsZero() || a == b {
-		return nil, nil
+		return nil, false, nil
 	}
-	forth, err := v.derivations(a, b)
-	if err != nil {
-		return nil, err
+	for _, way := range [][2]identity.Aggregate{{a, b}, {b, a}} {
+		found, cut, err := v.derived(way[0], way[1])
+		if err != nil {
+			return nil, false, err
+		}
+		all, more = append(all, found...), more || cut
 	}
-	back, err := v.derivations(b, a)
-	return append(forth, back...), err
+	return all, more, nil
 }
 
-// derivations returns the statements that say from what a base was made: from one other base, or, if that is zero, from
-// any.
-func (v *view) derivations(to, from identity.Aggregate) (all []api.Derivation, err error) {
-	found, _, err := v.Index.Records(v.ctx, index.Query{Target: index.AggregateTarget(to),
-		Relation: api.RelationStatement, See: v.c.Sees, Next: v.c.Next}, maxStatements)
-	if err != nil {
-		return nil, err
+// derived returns the statements that say that one base was made from another. It reads the statements about the one and
+// those that name the other in turn, until it has all of either: so many about one of them hide nothing.
+func (v *view) derived(to, from identity.Aggregate) (all []api.Derivation, more bool, err error) {
+	made := index.Link{Relation: api.RelationStatement, Target: index.AggregateTarget(to)}
+	source := index.Link{Relation: api.RelationDerived, Target: index.AggregateTarget(from)}
+	walks := [2]statements{{is: made, has: source}, {is: source, has: made}}
+	for looked := 0; looked < maxLooked; looked += maxStatements {
+		for i := range walks {
+			w := &walks[i]
+			if err := v.walk(w); err != nil {
+				return nil, false, err
+			}
+			if w.after == "" || len(w.found) >= maxStatements {
+				all, err = derivations(w.found, to, from)
+				return all, w.after != "", err
+			}
+		}
 	}
+	all, err = derivations(walks[0].found, to, from)
+	return all, true, err
+}
+
+// statements are those with one link, of which those that have another too are looked for.
+type statements struct {
+	is, has index.Link
+	after   string // where the walk goes on; empty: at the start, or at the end
+	found   []index.Record
+}
+
+// walk reads some more of the statements.
+func (v *view) walk(w *statements) error {
+	read, next, err := v.Index.Records(v.ctx, index.Query{Target: w.is.Target, Relation: w.is.Relation, See: v.c.Sees,
+		Next: v.c.Next, After: w.after}, maxStatements)
+	for _, rec := range read {
+		if slices.Contains(rec.Links, w.has) {
+			w.found = append(w.found, rec)
+		}
+	}
+	w.after = next
+	return err
+}
+
+// derivations are what statements say about the sources of a base: of one source, or, if that is zero, of all.
+func derivations(found []index.Record, to, from identity.Aggregate) (all []api.Derivation, err error) {
 	for _, rec := range found {
 		f, err := facts(rec)
 		if err != nil {
 			return nil, err
 		}
 		s := f.Statement
-		if s == nil || s.Type != api.StatementDerived || !from.IsZero() && !slices.Contains(s.From, from) {
+		if s == nil || s.Type != api.StatementDerived || s.To != to {
 			continue
 		}
 		for _, source := range s.From {
@@ -183,4 +224,14 @@ func (v *view) derivations(to, from identity.Aggregate) (all []api.Derivation, e
 		}
 	}
 	return all, nil
+}
+
+// derivedFrom returns a page of what statements say about the sources of a base, and where the next one starts.
+func (v *view) derivedFrom(to identity.Aggregate, after string) (all []api.Derivation, next string, err error) {
+	found, next, err := v.Index.Records(v.ctx, index.Query{Target: index.AggregateTarget(to),
+		Relation: api.RelationStatement, See: v.c.Sees, Next: v.c.Next, After: after}, maxStatements)
+	if err == nil {
+		all, err = derivations(found, to, identity.Aggregate{})
+	}
+	return all, next, err
 }

@@ -3,9 +3,11 @@ package answers
 import (
 	"context"
 	"errors"
+	"fmt"
 	"strings"
 
 	"github.com/kiln-registry/kiln-registry/api"
+	"github.com/kiln-registry/kiln-registry/blobstore"
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/identity/documents"
 	"github.com/kiln-registry/kiln-registry/identity/resume"
@@ -56,6 +58,14 @@ func aggregateOf(b resume.Base) identity.Aggregate {
 	return b.Summary.Aggregate
 }
 
+// summarized is a base without the names of its files.
+func summarized(b resume.Base) resume.Base {
+	if b.Manifest.Aggregate.IsZero() {
+		return b
+	}
+	return resume.Base{Summary: b.Manifest.Summary()}
+}
+
 func (v *view) sameBase(req api.CompatibilityRequest) (out api.Compatibility, err error) {
 	if req.Base == nil || req.Other == nil {
 		return out, api.Errorf(api.CodeParameterInvalid, "%s needs a base and an other", req.Question)
@@ -69,7 +79,7 @@ func (v *view) sameBase(req api.CompatibilityRequest) (out api.Compatibility, er
 		return out, err
 	}
 	out = answered(resume.SameWeights(a, b))
-	out.Derived, err = v.between(aggregateOf(a), aggregateOf(b))
+	out.Derived, out.MoreDerived, err = v.between(aggregateOf(a), aggregateOf(b))
 	return out, err
 }
 
@@ -106,6 +116,10 @@ type subject struct {
 	release func()
 }
 
+// treeWeight is for how many bytes of text each byte of a resume request counts, which is compared as a tree of values:
+// requests of more than 64 KiB are answered one at a time.
+const treeWeight = classify.Heavy / (64 << 10)
+
 // subject finds the artifact of a question, and reads its documents. release is to be called also after an error.
 func (v *view) subject(req api.CompatibilityRequest, kind api.Kind) (s subject, err error) {
 	s.release = func() {}
@@ -124,7 +138,7 @@ func (v *view) subject(req api.CompatibilityRequest, kind api.Kind) (s subject, 
 	if s.shown, err = v.short(s.rec); err != nil {
 		return s, err
 	}
-	s.docs, s.release, err = v.read(s.rec)
+	s.docs, s.release, err = v.read(s.rec, func(text int64) int64 { return text + treeWeight*int64(len(req.Request)) })
 	if err != nil {
 		return s, err
 	}
@@ -147,6 +161,28 @@ func (s subject) bound() (documents.Binding, error) {
 	kind, path, _ := strings.Cut(where, " ")
 	out.Kind, out.Path = documents.Kind(kind), path
 	return out, err
+}
+
+// disputed says why what bind statements say of the artifact's base decides nothing; empty: nothing else binds it, or they
+// agree.
+func (s subject) disputed() string {
+	all := s.shown.Bindings
+	if len(all) == 0 && s.shown.MoreBindings {
+		all = []api.Binding{s.shown.Binding}
+	}
+	if len(all) == 0 {
+		return ""
+	}
+	var says []string
+	for _, b := range all {
+		says = append(says, fmt.Sprintf("%s says %s", b.Source, b.Aggregate))
+	}
+	reason := "the artifact does not record its base, and bind statements disagree about it: " + strings.Join(says, ", ")
+	if s.shown.MoreBindings {
+		reason = "the artifact does not record its base, and there are more bind statements about it than are compared: " +
+			strings.Join(says, ", ") + ", and there are others"
+	}
+	return reason
 }
 
 // madeFrom answers whether an adapter was trained from the bytes of a base, or an eval used them.
@@ -185,8 +221,11 @@ func (v *view) madeFrom(req api.CompatibilityRequest) (out api.Compatibility, er
 		out = answered(resume.AdapterTrained(made, here))
 	}
 	out.Artifact = s.shown
+	if reason := s.disputed(); reason != "" {
+		out.Verdict, out.Reasons, out.Evidence = api.VerdictCannotTell, []string{reason}, api.EvidenceAsserted
+	}
 	if out.Verdict == api.VerdictNo {
-		out.Derived, err = v.between(s.binding.Aggregate, aggregateOf(here.Base))
+		out.Derived, out.MoreDerived, err = v.between(s.binding.Aggregate, aggregateOf(here.Base))
 	}
 	return out, err
 }
@@ -234,6 +273,10 @@ func identities(given map[string]identity.Digest) (i documents.Identities, err e
 
 // resumes answers whether a run can go on exactly from a checkpoint.
 func (v *view) resumes(req api.CompatibilityRequest) (out api.Compatibility, err error) {
+	if len(req.Request) > api.MaxResumeRequest {
+		return out, api.Errorf(api.CodeContentTooLarge, "request has %d bytes, at most %d are taken", len(req.Request),
+			api.MaxResumeRequest)
+	}
 	s, err := v.subject(req, api.KindCheckpoint)
 	defer s.release()
 	if err != nil {
@@ -248,19 +291,57 @@ func (v *view) resumes(req api.CompatibilityRequest) (out api.Compatibility, err
 			return out, api.Errorf(api.CodeParameterInvalid, "%v", err)
 		}
 	}
-	now := resume.Current{FilesChecked: true} // when the manifest was put
+	lost, err := v.lost(s.rec)
+	if err != nil {
+		return out, err
+	}
+	now := resume.Current{FilesChecked: lost == ""} // they were when the manifest was put
 	if now.Base, err = v.known(req.Base); err != nil {
 		return out, err
+	}
+	if req.Base != nil && !req.Base.Aggregate.IsZero() { // which is no packaging: nobody named files
+		now.Base = summarized(now.Base)
 	}
 	i, err := identities(req.Identities)
 	if err != nil {
 		return out, err
 	}
 	now.ProvenanceDigest = i.Provenance
-	out = reported(resume.Decide(*s.docs.Checkpoint, q, now))
+	report := resume.Decide(*s.docs.Checkpoint, q, now)
+	for i, step := range report.Steps {
+		if lost != "" && step.Name == stepFiles && step.Verdict == resume.CannotTell {
+			report.Steps[i].Reason = lost
+		}
+	}
+	out = reported(report)
 	out.Artifact, out.Evidence = s.shown, s.shown.Binding.Evidence
-	out.Derived, err = v.between(s.binding.Aggregate, aggregateOf(now.Base))
+	out.Derived, out.MoreDerived, err = v.between(s.binding.Aggregate, aggregateOf(now.Base))
 	return out, err
+}
+
+// stepFiles is the step of a decision that says whether the files of a checkpoint are as its manifest says.
+const stepFiles = "checkpoint"
+
+// lost says which file of an artifact the store does not have as it was pushed; empty: it has them all, as far as it
+// knows.
+func (v *view) lost(rec index.Record) (string, error) {
+	m, err := v.taken(rec)
+	if err != nil {
+		return "", err
+	}
+	for _, d := range m.Refers() {
+		switch _, err := v.Blobs.Stat(v.ctx, d); {
+		case errors.Is(err, blobstore.ErrQuarantined), errors.Is(err, blobstore.ErrDamaged):
+			return fmt.Sprintf("the manifest keeps every rule, but the file with digest %s is damaged here: it can't be "+
+				"resumed from until that is pushed again", d), nil
+		case errors.Is(err, blobstore.ErrNotFound):
+			return fmt.Sprintf("the manifest keeps every rule, but the file with digest %s is missing here: it can't be "+
+				"resumed from until that is pushed again", d), nil
+		case err != nil:
+			return "", err
+		}
+	}
+	return "", nil
 }
 
 // reported is a decision on the wire. The steps that decide are the reasons.

@@ -39,18 +39,24 @@ func (d *Desk) Lineage(ctx context.Context, c access.Caller, of identity.Digest,
 	if err != nil {
 		return out, err
 	}
-	out = api.Lineage{Artifact: *about, Parents: []api.Link{}, Children: []api.Link{}, NotProven: api.NotProven}
-	if len(bindings) > 1 {
-		out.Bindings = bindings
+	out = api.Lineage{
+		Artifact: *about, Bindings: about.Bindings, Parents: []api.Link{}, Children: []api.Link{}, NotProven: api.NotProven,
 	}
 	f, err := facts(rec)
 	if err != nil {
 		return out, err
 	}
+	parents, isParents := strings.CutPrefix(after, parentCursor)
 	if after == "" {
-		if out.Parents, err = v.parents(rec, f, bindings); err != nil {
-			return out, err
-		}
+		out.Parents, err = v.parents(rec, f, bindings)
+	}
+	if err == nil && (after == "" || isParents) {
+		var links []api.Link
+		links, out.NextParents, err = v.sources(rec, parents)
+		out.Parents = append(out.Parents, links...)
+	}
+	if err != nil || isParents {
+		return out, err
 	}
 	out.Children, out.Next, err = v.children(lookups(rec, f, bindings), rec, after, n)
 	return out, err
@@ -79,18 +85,43 @@ func (v *view) parents(rec index.Record, f api.Facts, bindings []api.Binding) (l
 		}
 		links = append(links, more...)
 	}
-	if rec.Kind != api.KindBase || rec.Aggregate.IsZero() {
-		return links, nil
+	if rec.Kind == api.KindAdapter && f.Receipt != nil {
+		links = inside(links, api.Link{Relation: api.RelationReceipt, Digest: f.Receipt.Digest, Inside: true})
 	}
-	derived, err := v.derivations(rec.Aggregate, identity.Aggregate{})
+	return links, nil
+}
+
+// parentCursor is what the cursors of parents begin with.
+const parentCursor = "p."
+
+// sources returns a page of the bases from which statements say that a base was made.
+func (v *view) sources(rec index.Record, after string) (links []api.Link, next string, err error) {
+	if rec.Kind != api.KindBase || rec.Aggregate.IsZero() {
+		return nil, "", nil
+	}
+	derived, next, err := v.derivedFrom(rec.Aggregate, after)
 	for _, s := range derived {
 		link := api.Link{Relation: api.RelationDerived, Aggregate: s.From, Statement: s.Statement, How: s.How}
 		if link.Artifact, err = v.base(s.From); err != nil {
-			return nil, err
+			return nil, "", err
 		}
 		links = append(links, link)
 	}
-	return links, err
+	if next != "" {
+		next = parentCursor + next
+	}
+	return links, next, err
+}
+
+// inside notes among links that what is named lies inside of the artifact that names it.
+func inside(links []api.Link, it api.Link) []api.Link {
+	for i, l := range links {
+		if l.Relation == it.Relation && l.Digest == it.Digest {
+			links[i].Inside = true
+			return links
+		}
+	}
+	return append(links, it)
 }
 
 // stated is a link of a statement to a manifest.

@@ -67,6 +67,7 @@ func OfArtifact(ctx context.Context, d identity.Digest, links Links) (Tree, erro
 	}
 	down := newWalker(ctx, links)
 	down.known, down.shown[d] = up.known, true
+	root.Parents = slices.DeleteFunc(slices.Clone(root.Parents), inside) // which are shown above
 	t.Uses, err = down.grow(root, below, 1)
 	return t, err
 }
@@ -116,10 +117,14 @@ var order = map[api.Kind]int{
 	api.KindBase: 0, api.KindAdapter: 1, api.KindCheckpoint: 2, api.KindEval: 3, api.KindReceipt: 4, api.KindStatement: 5,
 }
 
-// above are the links to what an artifact was made from. A receipt is named by its adapter, but comes after it.
+// inside says whether what a link names is nothing but a file of the artifact that names it.
+func inside(l api.Link) bool { return l.Inside && l.Artifact == nil }
+
+// above are the links to what an artifact was made from. A receipt is named by its adapter, but comes after it, unless
+// it is inside.
 func above(l api.Lineage) (links []api.Link) {
 	for _, p := range l.Parents {
-		if p.Relation != api.RelationReceipt {
+		if p.Relation != api.RelationReceipt || inside(p) {
 			links = append(links, p)
 		}
 	}
@@ -268,6 +273,8 @@ func (p *printer) nodes(depth int, nodes []Node) {
 	for _, n := range nodes {
 		text := p.name(n.Link)
 		switch {
+		case inside(n.Link):
+			text = fmt.Sprintf("%s inside: %s", n.Relation, n.Digest)
 		case n.How != "":
 			text = n.Relation + " (" + n.How + "): " + text
 		case n.Relation != "":
