@@ -37,7 +37,7 @@ var imports = map[string]string{
 	"index/kvtest":             "index",
 	"registry/access":          "api identity; go.yaml.in/yaml/v3",
 	"registry/classify":        "api identity identity/documents identity/safetensors internal/strictjson; github.com/opencontainers/image-spec",
-	"registry/answers":         "api blobstore identity identity/documents identity/resume index registry/access registry/classify",
+	"registry/answers":         "api blobstore identity identity/documents identity/resume index internal/strictjson registry/access registry/classify",
 	"registry/prune":           "api blobstore identity index registry/access registry/classify; github.com/opencontainers/image-spec",
 	"registry/upkeep":          "api blobstore identity identity/lanes index",
 	"registry":                 "api blobstore identity identity/safetensors index internal/durable internal/strictjson registry/access registry/answers registry/classify registry/prune registry/upkeep; github.com/gorilla/mux github.com/opencontainers/image-spec github.com/opencontainers/go-digest",

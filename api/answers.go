@@ -23,7 +23,7 @@ type Derivation struct {
 }
 
 // EvalRow is a line of GET /v1/bases/{aggregate}/evals.jsonl: one run of an eval that used the base, or, of an eval
-// without any, the eval.
+// without any, the eval. The last row of an eval with more than MaxEvalRuns has no run and says how many are left out.
 type EvalRow struct {
 	Repository string          `json:"repository"`
 	Digest     identity.Digest `json:"digest"` // of the manifest
@@ -32,14 +32,23 @@ type EvalRow struct {
 	Rows       int             `json:"rows,omitempty"` // of an export of outcomes
 	Legacy     bool            `json:"legacy,omitempty"`
 	Run        *EvalRun        `json:"run,omitempty"`
+	Omitted    int             `json:"runs_omitted,omitempty"` // runs of the eval that no row has
 	Binding    Binding         `json:"binding"`
 	// Unavailable: the eval is damaged or missing here, and this is what was found when it was pushed.
 	Unavailable bool `json:"document_unavailable,omitempty"`
 	// Manifest is the full manifest of the base as the eval has it, else that of a base of this aggregate that is held
 	// here; absent: neither.
-	Manifest  *identity.Manifest `json:"base_weight_shard_manifest,omitempty"`
-	NotProven []string           `json:"not_proven"`
+	Manifest *identity.Manifest `json:"base_weight_shard_manifest,omitempty"`
+	// ManifestOmitted: it has more than MaxRowShards shards, and stands in the first row of this eval on this page.
+	ManifestOmitted bool     `json:"base_weight_shard_manifest_omitted,omitempty"`
+	NotProven       []string `json:"not_proven"`
 }
+
+// Limits of the rows of evals.
+const (
+	MaxEvalRuns  = 1000 // runs of one eval
+	MaxRowShards = 256  // shards of a manifest that every row repeats
+)
 
 // The questions of POST /v1/compatibility.
 const (
@@ -66,9 +75,14 @@ type CompatibilityRequest struct {
 	// Work and Lineage are compared with those of an adapter or eval, which an answer shows.
 	Work    string `json:"work,omitempty"`
 	Lineage string `json:"lineage,omitempty"`
-	// Request is a kiln.resume-request.v1, for resume_exact. What it leaves out can't be compared.
+	// Request is a kiln.resume-request.v1 of at most MaxResumeRequest bytes, for resume_exact. What it leaves out can't be
+	// compared.
 	Request json.RawMessage `json:"request,omitempty"`
 }
+
+// MaxResumeRequest is how many bytes a resume request may have. One of the largest shard manifest, with 4,096 shards, and
+// an order of 50,000 items has less; what is configured in practice has some KiB.
+const MaxResumeRequest = 2 << 20
 
 // The verdicts of Compatibility and its parts.
 const (
@@ -86,11 +100,12 @@ type Compatibility struct {
 	Artifact    *Artifact    `json:"artifact,omitempty"` // that the answer is about
 	Compared    []Compared   `json:"compared,omitempty"` // what both sides record
 	NotRecorded []Compared   `json:"not_recorded,omitempty"`
-	Steps       []Compared   `json:"steps,omitempty"`         // of resume_exact, all of them in their order
-	Failure     string       `json:"first_failure,omitempty"` // name of the first step that says no
-	Archival    string       `json:"archival,omitempty"`      // what such a checkpoint is good for
-	Renamed     string       `json:"renamed,omitempty"`       // what to do about a base with other file names
-	Derived     []Derivation `json:"derived_from,omitempty"`  // statements that link the two bases
+	Steps       []Compared   `json:"steps,omitempty"`             // of resume_exact, all of them in their order
+	Failure     string       `json:"first_failure,omitempty"`     // name of the first step that says no
+	Archival    string       `json:"archival,omitempty"`          // what such a checkpoint is good for
+	Renamed     string       `json:"renamed,omitempty"`           // what to do about a base with other file names
+	Derived     []Derivation `json:"derived_from,omitempty"`      // statements that link the two bases
+	MoreDerived bool         `json:"more_derived_from,omitempty"` // there may be others: see Comparison
 	NotProven   []string     `json:"not_proven"`
 }
 

@@ -157,6 +157,12 @@ type Artifact struct {
 	Facts              *Facts            `json:"facts,omitempty"`
 	FactsOmitted       bool              `json:"facts_omitted,omitempty"` // they have more than 4 KiB
 	Binding            Binding           `json:"binding,omitzero"`        // zero for a base: its own bytes say what it is
+	// Bindings are all of them where bind statements name different bases, Binding being the first: none of them holds
+	// more than another. Listings, which list the artifact under each of those bases, leave this and MoreBindings out.
+	Bindings []Binding `json:"bindings,omitempty"`
+	// MoreBindings: there are more bind statements about the artifact than were looked at. They are children of its
+	// lineage.
+	MoreBindings bool `json:"more_bindings,omitempty"`
 }
 
 // ArtifactList is the answer of GET /v1/bases/{aggregate}/artifacts and GET /v1/artifacts?unbound=true.
@@ -190,6 +196,7 @@ type Comparison struct {
 	// DerivedFrom are statements that the caller may see and that say that one of two different bases was made from the
 	// other.
 	DerivedFrom []Derivation `json:"derived_from,omitempty"`
+	MoreDerived bool         `json:"more_derived_from,omitempty"` // there may be others: not all statements were looked at
 	NotProven   []string     `json:"not_proven,omitempty"`
 }
 

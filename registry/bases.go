@@ -1,12 +1,12 @@
 package registry
 
 import (
-	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
-	"fmt"
 	"net/http"
+	"net/url"
+	"strconv"
 	"sync"
 	"time"
 
@@ -24,7 +24,7 @@ const (
 	// maxCompareBytes is the largest body of a comparison: two shard manifests of 4,096 long names.
 	maxCompareBytes = 4 << 20
 	// maxQuestionBytes is the largest body of a question about compatibility: two such manifests and a resume request.
-	maxQuestionBytes = 16 << 20
+	maxQuestionBytes = maxCompareBytes + api.MaxResumeRequest
 	// maxKept is the largest page of artifacts, in bytes, whose memory is kept for the next one.
 	maxKept = 1 << 20
 )
@@ -268,6 +268,15 @@ func (r *Registry) unavailableOf(
 	return r.unavailableShards(ctx, base, bad)
 }
 
+// base returns the aggregate of the path. None is all zeros: that stands for what has none.
+func (q *request) base() (identity.Aggregate, error) {
+	a, err := q.aggregate()
+	if err == nil && a.IsZero() {
+		err = api.Errorf(api.CodeParameterInvalid, "aggregate: no base has the aggregate %s", q.param("aggregate"))
+	}
+	return a, err
+}
+
 func (r *Registry) getBases(w *response, q *request) error {
 	n, err := q.number("limit", defaultPage, maxPage)
 	if err != nil {
@@ -287,7 +296,7 @@ func (r *Registry) getBases(w *response, q *request) error {
 }
 
 func (r *Registry) getBase(w *response, q *request) error {
-	a, err := q.aggregate()
+	a, err := q.base()
 	if err != nil {
 		return err
 	}
@@ -303,7 +312,7 @@ func (r *Registry) getBase(w *response, q *request) error {
 }
 
 func (r *Registry) getBaseManifest(w *response, q *request) error {
-	a, err := q.aggregate()
+	a, err := q.base()
 	if err != nil {
 		return err
 	}
@@ -334,7 +343,7 @@ func (q *request) repoParam() (string, error) {
 }
 
 func (r *Registry) getArtifacts(w *response, q *request) error {
-	a, err := q.aggregate()
+	a, err := q.base()
 	if err != nil {
 		return err
 	}
@@ -420,31 +429,29 @@ func (r *Registry) getLineage(w *response, q *request) error {
 	return w.json(q, http.StatusOK, l)
 }
 
-// getEvals sends rows as they are read: what fails later breaks the answer off.
+// getEvals sends a page of rows once it is read: nobody who reads slowly holds more than that page.
 func (r *Registry) getEvals(w *response, q *request) error {
-	a, err := q.aggregate()
+	a, err := q.base()
 	if err != nil {
 		return err
 	}
-	w.Header().Set("Content-Type", "application/jsonl")
-	w.Header().Set("X-Content-Type-Options", "nosniff")
-	if q.Method == http.MethodHead {
-		w.WriteHeader(http.StatusOK)
-		return nil
+	n, err := q.number("limit", maxPage, maxPage)
+	if err != nil {
+		return err
 	}
-	enc := json.NewEncoder(w)
-	var gone error
-	err = r.desk.Evals(q.Context(), q.caller, a, func(row api.EvalRow) error {
-		gone = enc.Encode(row)
-		return gone
-	})
-	switch {
-	case err == nil && w.status == 0: // not a single row
-		w.WriteHeader(http.StatusOK)
-	case err != nil && gone == nil && w.status != 0:
-		panic(fmt.Errorf("%w: %w", http.ErrAbortHandler, err)) // a broken answer tells the reader that rows are missing
+	buf := pages.Get().(*[]byte)
+	defer pages.Put(buf)
+	b, next, err := r.desk.Evals(q.Context(), q.caller, a, q.values().Get("after"), max(n, 1), *buf)
+	if err != nil {
+		return err
 	}
-	return err
+	if cap(b) <= maxKept {
+		*buf = b
+	}
+	if next != "" {
+		w.next(api.PathEvals(a), url.Values{"limit": {strconv.Itoa(max(n, 1))}, "after": {next}})
+	}
+	return w.bytes(q, http.StatusOK, "application/jsonl", b)
 }
 
 func (r *Registry) postCompatibility(w *response, q *request) error {
@@ -452,8 +459,8 @@ func (r *Registry) postCompatibility(w *response, q *request) error {
 	if err != nil {
 		return err
 	}
-	var req api.CompatibilityRequest
-	if err := only(b, &req); err != nil {
+	req, err := answers.ParseCompatibility(b)
+	if err != nil {
 		return err
 	}
 	answer, err := r.desk.Compatibility(q.Context(), q.caller, req)
@@ -463,28 +470,14 @@ func (r *Registry) postCompatibility(w *response, q *request) error {
 	return w.json(q, http.StatusOK, answer)
 }
 
-// only reads a JSON document that has no other members than v.
-func only(b []byte, v any) error {
-	dec := json.NewDecoder(bytes.NewReader(b))
-	dec.DisallowUnknownFields()
-	err := dec.Decode(v)
-	if err == nil && dec.More() {
-		err = errors.New("something follows the document")
-	}
-	if err != nil {
-		return api.Errorf(api.CodeParameterInvalid, "body: %v", err)
-	}
-	return nil
-}
-
 func (r *Registry) postCompare(w *response, q *request) error {
 	b, err := q.document(maxCompareBytes)
 	if err != nil {
 		return err
 	}
-	var req api.CompareRequest
-	if err := json.Unmarshal(b, &req); err != nil {
-		return api.Errorf(api.CodeParameterInvalid, "body: %v", err)
+	req, err := answers.ParseCompare(b)
+	if err != nil {
+		return err
 	}
 	c, err := r.desk.Compare(q.Context(), q.caller, req)
 	if err != nil {

@@ -107,26 +107,28 @@ func TestCompatibility(t *testing.T) {
 	})
 }
 
-// A run may go on if everything was compared and is equal. What the request leaves out can't be told.
-func TestResumeExactly(t *testing.T) {
-	s := newServer(t)
+// resumable pushes a checkpoint to team/run:v1, and returns its base, the layers of its files, and a request that may
+// resume from it.
+func (s *server) resumable() (base identity.Manifest, files []desc, request []byte) {
+	s.t.Helper()
 	example := func(name string) []byte {
 		b, err := os.ReadFile(filepath.Join("../identity/documents/testdata", name))
 		if err != nil {
-			t.Fatal(err)
+			s.t.Fatal(err)
 		}
 		return bytes.TrimSpace(b)
 	}
 	text := example("checkpoint_manifest.json")
-	s.made("team/run", "v1", api.ArtifactTypeCheckpoint, []desc{
+	files = []desc{
 		s.titled("team/run", "adapter.safetensors", []byte("adapter")),
 		s.titled("team/run", "sft_loop_state.json", []byte("[1.0]")),
-		s.titled("team/run", documents.CheckpointFile, text)}, nil)
+		s.titled("team/run", documents.CheckpointFile, text)}
+	s.made("team/run", "v1", api.ArtifactTypeCheckpoint, files, nil)
 	var c map[string]any
 	dec := json.NewDecoder(bytes.NewReader(text))
 	dec.UseNumber()
 	if err := dec.Decode(&c); err != nil {
-		t.Fatal(err)
+		s.t.Fatal(err)
 	}
 	q := map[string]any{"schema_version": 1, "request_type": "kiln.resume-request.v1", "seed": 7,
 		"execution_provenance": json.RawMessage(example("provenance.json"))}
@@ -137,18 +139,23 @@ func TestResumeExactly(t *testing.T) {
 	progress := c["progress"].(map[string]any)
 	q["total_steps"], q["data_order"] = progress["total_steps"], progress["data_order"]
 	request, err := json.Marshal(q)
-	if err != nil {
-		t.Fatal(err)
+	if err == nil {
+		base, err = identity.Parse(example("base.json"))
 	}
-	base, err := identity.Parse(example("base.json"))
 	if err != nil {
-		t.Fatal(err)
+		s.t.Fatal(err)
 	}
+	return base, files, request
+}
+
+// A run may go on if everything was compared and is equal. What the request leaves out can't be told.
+func TestResumeExactly(t *testing.T) {
+	s := newServer(t)
+	base, _, request := s.resumable()
 	f := &family{server: s}
 	ask := func(request []byte) api.Compatibility {
 		t.Helper()
-		got, a := f.ask(api.CompatibilityRequest{Question: api.QuestionResume, Artifact: "team/run:v1",
-			Base: &api.Side{Manifest: &base}, Request: request})
+		got, a := f.ask(resume("team/run:v1", &api.Side{Manifest: &base}, request))
 		if a.status != 200 {
 			t.Fatal(a)
 		}

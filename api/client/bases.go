@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"net/http"
@@ -141,15 +142,61 @@ func (c *Client) Lineage(ctx context.Context, d identity.Digest, repo, after str
 	return l, err
 }
 
-// Evals opens the rows of the evals of a base, one JSON object a line: api.EvalRow. The caller closes them. Reading ends
-// with an error where the registry broke off.
+// Evals opens the rows of the evals of a base, one JSON object a line: api.EvalRow. They are fetched page by page as they
+// are read. The caller closes them. Reading ends with an error where a page could not be had.
 func (c *Client) Evals(ctx context.Context, a identity.Aggregate) (io.ReadCloser, error) {
-	resp, err := c.do(ctx, call{method: http.MethodGet, path: api.PathEvals(a)}, http.StatusOK)
-	if err != nil {
+	r := &evalRows{open: func(query url.Values) (*http.Response, error) {
+		return c.do(ctx, call{method: http.MethodGet, path: api.PathEvals(a), query: query}, http.StatusOK)
+	}}
+	if err := r.turn(nil); err != nil {
 		return nil, err
 	}
-	return resp.Body, nil
+	return r, nil
 }
+
+// evalRows reads the pages of a table of evals one after the other.
+type evalRows struct {
+	open func(query url.Values) (*http.Response, error)
+	page io.ReadCloser
+	next url.Values // query of the page that follows; nil: there is none
+}
+
+// turn opens a page.
+func (r *evalRows) turn(query url.Values) error {
+	resp, err := r.open(query)
+	if err != nil {
+		return err
+	}
+	r.page, r.next = resp.Body, nil
+	if link, rel, _ := strings.Cut(resp.Header.Get("Link"), ">;"); strings.TrimSpace(rel) == `rel="next"` {
+		to, err := url.Parse(strings.TrimPrefix(link, "<"))
+		if err != nil {
+			return errors.Join(fmt.Errorf("link to the next page: %w", err), r.page.Close())
+		}
+		r.next = to.Query()
+	}
+	return nil
+}
+
+// Read implements io.Reader.
+func (r *evalRows) Read(b []byte) (int, error) {
+	for {
+		n, err := r.page.Read(b)
+		if n > 0 || err != io.EOF || r.next == nil {
+			if r.next != nil && err == io.EOF {
+				err = nil
+			}
+			return n, err
+		}
+		next := r.next
+		if err := errors.Join(r.page.Close(), r.turn(next)); err != nil {
+			return 0, err
+		}
+	}
+}
+
+// Close implements io.Closer.
+func (r *evalRows) Close() error { return r.page.Close() }
 
 // Compatibility asks the registry one of the four questions.
 func (c *Client) Compatibility(ctx context.Context, req api.CompatibilityRequest) (answer api.Compatibility, err error) {
