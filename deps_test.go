@@ -23,6 +23,7 @@ var imports = map[string]string{
 	"internal/strictjson":      "",
 	"internal/durable":         "; golang.org/x/sys",
 	"api":                      "identity; github.com/opencontainers/image-spec github.com/opencontainers/go-digest",
+	"api/answer":               "api identity/resume",
 	"api/client":               "api identity internal/strictjson; oras.land/oras-go/v2",
 	"blobstore":                "identity",
 	"blobstore/fsstore":        "blobstore identity identity/lanes internal/durable; golang.org/x/sys",
@@ -37,7 +38,7 @@ var imports = map[string]string{
 	"index/kvtest":             "index",
 	"registry/access":          "api identity; go.yaml.in/yaml/v3",
 	"registry/classify":        "api identity identity/documents identity/safetensors internal/strictjson; github.com/opencontainers/image-spec",
-	"registry/answers":         "api blobstore identity identity/documents identity/resume index internal/strictjson registry/access registry/classify",
+	"registry/answers":         "api api/answer blobstore identity identity/documents identity/resume index internal/strictjson registry/access registry/classify",
 	"registry/prune":           "api blobstore identity index registry/access registry/classify; github.com/opencontainers/image-spec",
 	"registry/upkeep":          "api blobstore identity identity/lanes index",
 	"registry":                 "api blobstore identity identity/safetensors index internal/durable internal/strictjson registry/access registry/answers registry/classify registry/prune registry/upkeep; github.com/gorilla/mux github.com/opencontainers/image-spec github.com/opencontainers/go-digest",
@@ -141,7 +142,7 @@ func TestPure(t *testing.T) {
 func TestLinked(t *testing.T) {
 	never := map[string][]string{
 		"./cmd/kiln-registry": {"github.com/ebitengine/purego"},
-		"./cmd/kiln-pull":     {"go.etcd.io/bbolt", "github.com/minio/minio-go/v7", "github.com/jackc/pgx/v5", "github.com/gorilla/mux"},
+		"./cmd/kiln-pull":     {module + "/index", "go.etcd.io/bbolt", "github.com/minio/minio-go/v7", "github.com/jackc/pgx/v5", "github.com/gorilla/mux"},
 		"./cmd/kiln-push":     {"go.etcd.io/bbolt", "github.com/minio/minio-go/v7", "github.com/jackc/pgx/v5", "github.com/gorilla/mux"},
 	}
 	for cmd, bad := range never {

@@ -63,24 +63,6 @@ func (c *Client) BaseManifest(ctx context.Context, a identity.Aggregate) (identi
 	return m, err
 }
 
-// Artifacts lists at most limit artifacts made from a base, newest first within a repository. An empty kind or repo
-// means all; after is empty or the Next of the page before.
-func (c *Client) Artifacts(ctx context.Context, a identity.Aggregate, kind api.Kind, repo, after string, limit int) (
-	list api.ArtifactList, err error,
-) {
-	q := paging("after", after, "limit", limit)
-	if kind != "" {
-		q.Set("kind", string(kind))
-	}
-	if repo != "" {
-		q.Set("repo", repo)
-	}
-	err = c.json(ctx, call{
-		method: http.MethodGet, path: api.PathArtifacts(a), query: q, missing: api.ErrAggregateUnknown,
-	}, &list)
-	return list, err
-}
-
 // Filter selects artifacts of a listing. The zero Filter selects all of them.
 type Filter struct {
 	Kind    api.Kind

@@ -11,6 +11,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/kiln-registry/kiln-registry/api"
+	"github.com/kiln-registry/kiln-registry/api/answer"
 	"github.com/kiln-registry/kiln-registry/api/client"
 	"github.com/kiln-registry/kiln-registry/identity/documents"
 	"github.com/kiln-registry/kiln-registry/identity/resume"
@@ -169,85 +170,39 @@ func head(w io.Writer, kind api.Kind, artifact, base side) {
 	fmt.Fprintf(w, "files\t%s\n", artifact.Checked)
 }
 
-func writeAnswer(w io.Writer, asJSON bool, a made.Artifact, h made.Here, answer resume.Answer) error {
+func writeAnswer(w io.Writer, asJSON bool, a made.Artifact, h made.Here, given resume.Answer) error {
 	artifact, base := sides(a, h)
 	if asJSON {
-		return ends(encode(w, answered(a.Kind, answer), artifact, base), answer.Verdict)
+		out := answer.Of(given)
+		if out.Question = api.QuestionAdapter; a.Kind == api.KindEval {
+			out.Question = api.QuestionEval
+		}
+		return ends(encode(w, out, artifact, base), given.Verdict)
 	}
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
-	fmt.Fprintf(t, "question\t%s?\nanswer\t%s\nreason\t%s\n", answer.Question, spoken(answer.Verdict),
-		client.Escape(answer.Reason))
+	fmt.Fprintf(t, "question\t%s?\nanswer\t%s\nreason\t%s\n", given.Question, spoken(given.Verdict),
+		client.Escape(given.Reason))
 	head(t, a.Kind, artifact, base)
-	for _, o := range answer.Others {
+	for _, o := range given.Others {
 		title := map[resume.Verdict]string{resume.Yes: "also equal", resume.No: "but differs"}[o.Verdict]
 		if title == "" {
 			title = "not recorded"
 		}
 		fmt.Fprintf(t, "%s\t%s: %s\n", title, o.Name, client.Escape(o.Reason))
 	}
-	fmt.Fprintf(t, "not proven\t%s\n", answer.NotProven)
-	return ends(t.Flush(), answer.Verdict)
+	fmt.Fprintf(t, "not proven\t%s\n", given.NotProven)
+	return ends(t.Flush(), given.Verdict)
 }
 
 // encode writes an answer in the form in which the registry gives it, with the sides as they are known here.
-func encode(w io.Writer, answer api.Compatibility, artifact, base side) error {
-	answer.NotProven = api.NotProven
+func encode(w io.Writer, out api.Compatibility, artifact, base side) error {
+	out.NotProven = api.NotProven
 	return json.NewEncoder(w).Encode(struct {
 		Event string `json:"event"` // checked
 		api.Compatibility
 		Artifact side `json:"artifact"`
 		Base     side `json:"base"`
-	}{"checked", answer, artifact, base})
-}
-
-func answered(kind api.Kind, answer resume.Answer) api.Compatibility {
-	out := api.Compatibility{
-		Question: api.QuestionAdapter, Verdict: wire(answer.Verdict), Reasons: []string{answer.Reason},
-		Evidence: api.Evidence(answer.Evidence),
-	}
-	if kind == api.KindEval {
-		out.Question = api.QuestionEval
-	}
-	for _, o := range answer.Others {
-		put(&out, api.Compared{Name: o.Name, Verdict: wire(o.Verdict), Reason: o.Reason})
-	}
-	return out
-}
-
-func reported(r resume.Report, artifact side) api.Compatibility {
-	out := api.Compatibility{
-		Question: api.QuestionResume, Verdict: wire(r.Verdict), Reasons: []string{},
-		Evidence: api.Evidence(artifact.Evidence), Failure: r.FirstFailure, Archival: r.Archival, Renamed: r.Renamed,
-	}
-	for _, s := range r.Steps {
-		step := api.Compared{Number: s.Number, Name: s.Name, Verdict: wire(s.Verdict), Reason: s.Reason}
-		out.Steps = append(out.Steps, step)
-		put(&out, step)
-		if s.Verdict == r.Verdict && r.Verdict != resume.Yes { // these decide
-			out.Reasons = append(out.Reasons, s.Reason)
-		}
-	}
-	return out
-}
-
-// put adds something to what was compared, or to what could not be.
-func put(out *api.Compatibility, c api.Compared) {
-	if c.Verdict == api.VerdictCannotTell {
-		out.NotRecorded = append(out.NotRecorded, c)
-	} else {
-		out.Compared = append(out.Compared, c)
-	}
-}
-
-// wire is a verdict as the registry spells it.
-func wire(v resume.Verdict) string {
-	switch v {
-	case resume.Yes:
-		return api.VerdictYes
-	case resume.No:
-		return api.VerdictNo
-	}
-	return api.VerdictCannotTell
+	}{"checked", out, artifact, base})
 }
 
 // spoken is a verdict for people.
@@ -324,7 +279,9 @@ func readRequest(path string) (q resume.Request, err error) {
 func writeReport(w io.Writer, asJSON bool, a made.Artifact, h made.Here, r resume.Report) error {
 	artifact, base := sides(a, h)
 	if asJSON {
-		return ends(encode(w, reported(r, artifact), artifact, base), r.Verdict)
+		out := answer.OfReport(r)
+		out.Evidence = api.Evidence(artifact.Evidence)
+		return ends(encode(w, out, artifact, base), r.Verdict)
 	}
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
 	fmt.Fprintf(t, "question\tcan a run continue exactly from this checkpoint?\nanswer\t%s\n", spoken(r.Verdict))

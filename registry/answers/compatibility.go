@@ -7,6 +7,7 @@ import (
 	"strings"
 
 	"github.com/kiln-registry/kiln-registry/api"
+	"github.com/kiln-registry/kiln-registry/api/answer"
 	"github.com/kiln-registry/kiln-registry/blobstore"
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/identity/documents"
@@ -78,33 +79,9 @@ func (v *view) sameBase(req api.CompatibilityRequest) (out api.Compatibility, er
 	if err != nil {
 		return out, err
 	}
-	out = answered(resume.SameWeights(a, b))
+	out = answer.Of(resume.SameWeights(a, b))
 	out.Derived, out.MoreDerived, err = v.between(aggregateOf(a), aggregateOf(b))
 	return out, err
-}
-
-// answered is an answer on the wire.
-func answered(a resume.Answer) api.Compatibility {
-	out := api.Compatibility{Verdict: verdict(a.Verdict), Reasons: []string{a.Reason}, Evidence: api.Evidence(a.Evidence)}
-	for _, o := range a.Others {
-		c := api.Compared{Name: o.Name, Verdict: verdict(o.Verdict), Reason: o.Reason}
-		if o.Verdict == resume.CannotTell {
-			out.NotRecorded = append(out.NotRecorded, c)
-		} else {
-			out.Compared = append(out.Compared, c)
-		}
-	}
-	return out
-}
-
-func verdict(v resume.Verdict) string {
-	switch v {
-	case resume.Yes:
-		return api.VerdictYes
-	case resume.No:
-		return api.VerdictNo
-	}
-	return api.VerdictCannotTell
 }
 
 // subject is the artifact that a question is about.
@@ -208,7 +185,7 @@ func (v *view) madeFrom(req api.CompatibilityRequest) (out api.Compatibility, er
 		if err != nil {
 			return out, err
 		}
-		out = answered(resume.EvalUsed(made, here))
+		out = answer.Of(resume.EvalUsed(made, here))
 	} else {
 		made := resume.Made{}
 		switch {
@@ -218,7 +195,7 @@ func (v *view) madeFrom(req api.CompatibilityRequest) (out api.Compatibility, er
 			made = resume.MadeAdapter(documents.AdapterManifest{}, s.docs.Receipt)
 		}
 		made.Binding = s.binding
-		out = answered(resume.AdapterTrained(made, here))
+		out = answer.Of(resume.AdapterTrained(made, here))
 	}
 	out.Artifact = s.shown
 	if reason := s.disputed(); reason != "" {
@@ -313,7 +290,7 @@ func (v *view) resumes(req api.CompatibilityRequest) (out api.Compatibility, err
 			report.Steps[i].Reason = lost
 		}
 	}
-	out = reported(report)
+	out = answer.OfReport(report)
 	out.Artifact, out.Evidence = s.shown, s.shown.Binding.Evidence
 	out.Derived, out.MoreDerived, err = v.between(s.binding.Aggregate, aggregateOf(now.Base))
 	return out, err
@@ -342,24 +319,4 @@ func (v *view) lost(rec index.Record) (string, error) {
 		}
 	}
 	return "", nil
-}
-
-// reported is a decision on the wire. The steps that decide are the reasons.
-func reported(r resume.Report) api.Compatibility {
-	out := api.Compatibility{
-		Verdict: verdict(r.Verdict), Failure: r.FirstFailure, Archival: r.Archival, Renamed: r.Renamed, Reasons: []string{},
-	}
-	for _, s := range r.Steps {
-		step := api.Compared{Number: s.Number, Name: s.Name, Verdict: verdict(s.Verdict), Reason: s.Reason}
-		out.Steps = append(out.Steps, step)
-		if s.Verdict == resume.CannotTell {
-			out.NotRecorded = append(out.NotRecorded, step)
-		} else {
-			out.Compared = append(out.Compared, step)
-		}
-		if s.Verdict == r.Verdict && r.Verdict != resume.Yes {
-			out.Reasons = append(out.Reasons, s.Reason)
-		}
-	}
-	return out
 }

@@ -119,7 +119,7 @@ func TestPush(t *testing.T) {
 	if err != nil || again.Digest != first.Digest || again.Sent != 0 {
 		t.Errorf("pushed again: %+v, %v", again, err)
 	}
-	list, err := d.c.Artifacts(t.Context(), b.Aggregate, api.KindAdapter, "", "", 0)
+	list, err := d.c.Made(t.Context(), b.Aggregate, client.Filter{Kind: api.KindAdapter}, "", 0)
 	if all := list.Artifacts; err != nil || len(all) != 1 || all[0].Digest != first.Digest || all[0].Binding.Held {
 		t.Errorf("found %+v, %v", list, err)
 	}
