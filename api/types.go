@@ -218,6 +218,8 @@ type Health struct {
 	Checks             []Check           `json:"checks"`
 	Quarantined        int               `json:"quarantined_blobs,omitempty"` // damaged, and not served until pushed again
 	Missing            int               `json:"missing_blobs,omitempty"`     // referred to, and gone until pushed again
+	Unreadable         int               `json:"unreadable_blobs,omitempty"`  // the store has them, and fails to read them
+	Damaged            int               `json:"damaged_blobs,omitempty"`     // damaged, and could not be quarantined
 
 	// ExecutionIdentity is what a server that runs the model says of process, build, device and kernels; nil: nothing.
 	ExecutionIdentity *ExecutionIdentity `json:"execution_identity,omitempty"`

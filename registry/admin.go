@@ -133,7 +133,7 @@ func (r *Registry) Reindex(ctx context.Context) error {
 	defer r.writes.Unlock()
 	r.indexed.Store(false) // a replay may have ended while this one waited
 	r.resets.Add(1)
-	if _, err := r.scrubber.Missing(ctx); err != nil { // so that it has them in mind
+	if _, err := r.scrubber.Lost(ctx); err != nil { // so that it has them in mind
 		r.log.Error("reindex", "error", err)
 	}
 	if err := r.ix.Empty(ctx, leaseNote); err != nil {

@@ -68,19 +68,19 @@ func (r *Registry) Bases(ctx context.Context, c access.Caller, after identity.Ag
 	return list, nil
 }
 
-// unavailable returns the blobs that are known to be damaged or missing; nil: none is.
+// unavailable returns the blobs that are known to be damaged, missing or unreadable; nil: none is.
 func (r *Registry) unavailable(ctx context.Context) (bad map[identity.Digest]bool, err error) {
-	missing, err := r.scrubber.Missing(ctx)
+	lost, err := r.scrubber.Lost(ctx)
 	if err != nil {
 		return nil, err
 	}
 	aside := r.aside.list(r.store)
-	if len(missing)+len(aside) == 0 {
+	if len(lost)+len(aside) == 0 {
 		return nil, nil
 	}
 	bad = map[identity.Digest]bool{}
-	for _, m := range missing {
-		bad[m.Digest] = true
+	for _, l := range lost {
+		bad[l.Digest] = true
 	}
 	for _, d := range aside {
 		bad[d] = true

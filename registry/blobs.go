@@ -10,6 +10,7 @@ import (
 	"net/http"
 	"strconv"
 	"strings"
+	"syscall"
 	"time"
 
 	"github.com/kiln-registry/kiln-registry/api"
@@ -34,18 +35,18 @@ func (r *Registry) StatBlob(
 }
 
 // HeadBlob is StatBlob for clients that ask which blobs they need not push. If the caller may push, the blob stays in
-// the repository as if it had been pushed just now, or nearly so.
+// the repository as if it had been pushed just now, or nearly so, and one that can't be read is unknown.
 func (r *Registry) HeadBlob(
 	ctx context.Context,
 	c access.Caller,
 	repo string,
 	d identity.Digest,
 ) (blobstore.Info, error) {
-	if r.readOnly || !c.May(access.Push, repo) {
+	if err := c.Check(access.Pull, repo); err != nil || r.readOnly || !c.May(access.Push, repo) {
 		return r.StatBlob(ctx, c, repo, d)
 	}
 	defer r.locks.Hold(d)()
-	i, err := r.StatBlob(ctx, c, repo, d)
+	i, err := r.usableBlob(ctx, repo, d)
 	if err != nil {
 		return i, err
 	}
@@ -73,11 +74,63 @@ func (r *Registry) statBlob(ctx context.Context, repo string, d identity.Digest)
 	return i, err
 }
 
+// usableBlob is statBlob for those who rely on the bytes. One that is known to be unreadable, or damaged, is
+// errUnusable, so that whoever pushes sends it again.
+func (r *Registry) usableBlob(ctx context.Context, repo string, d identity.Digest) (blobstore.Info, error) {
+	i, err := r.statBlob(ctx, repo, d)
+	if err != nil {
+		return i, err
+	}
+	bad, err := r.scrubber.Unusable(ctx, d)
+	if err == nil && bad {
+		err = fmt.Errorf("blob %s: %w", d, errUnusable)
+	}
+	return i, err
+}
+
+var (
+	// errUnusable: a blob that is there was found unreadable or damaged.
+	errUnusable = errors.New("its bytes can't be read")
+	// errUnreadable: the store has failed to read a blob right now.
+	errUnreadable = errors.New("the store failed to read it")
+)
+
+// unreadable is the error of reading a blob. It is an errUnreadable.
+type unreadable struct {
+	digest identity.Digest
+	err    error
+}
+
+func (u unreadable) Error() string { return fmt.Sprintf("read blob %s: %v", u.digest, u.err) }
+
+func (u unreadable) Unwrap() []error { return []error{errUnreadable, u.err} }
+
+// reading makes err, of reading a blob, an unreadable one if it is the disk, or the system, that fails.
+func reading(d identity.Digest, err error) error {
+	for _, is := range []error{syscall.EIO, syscall.EACCES, syscall.EPERM, syscall.EBADMSG, syscall.EUCLEAN} {
+		if errors.Is(err, is) {
+			return unreadable{d, err}
+		}
+	}
+	return err
+}
+
+// cantRead refuses a manifest for a blob that can't be read. The next push finds that the registry does not have it.
+func cantRead(blob api.Missing) error {
+	return api.Errorf(api.CodeManifestBlobUnknown, "blob %s%s can't be read here: push it again", blob.Digest,
+		quoted(blob.Name)).With(blob)
+}
+
 // suspect has the scrubber look at a blob that a repository should hold, if err, of reading it, says that it is missing
-// or damaged.
+// or damaged, or can't be read and was not known to be so.
 func (r *Registry) suspect(d identity.Digest, err error) {
 	absent := errors.Is(err, blobstore.ErrNotFound) && !errors.Is(err, blobstore.ErrQuarantined)
-	if absent || errors.Is(err, blobstore.ErrDamaged) {
+	suspect := absent || errors.Is(err, blobstore.ErrDamaged)
+	if errors.Is(err, errUnreadable) {
+		bad, err := r.scrubber.Unusable(context.Background(), d)
+		suspect = err == nil && !bad
+	}
+	if suspect {
 		r.scrubber.Suspect(d)
 	}
 }
@@ -124,7 +177,7 @@ func (r *Registry) Mount(
 	if from == "" || !c.Sees(from) {
 		return blobstore.Info{}, unknown
 	}
-	i, err := r.statBlob(ctx, from, d)
+	i, err := r.usableBlob(ctx, from, d)
 	if err != nil {
 		return i, err
 	}
@@ -314,7 +367,22 @@ func (h held) Open(ctx context.Context, d identity.Digest, off, n int64) (io.Rea
 	if err != nil {
 		return nil, err
 	}
-	return openAgain(ctx, h.Store, i, off, n)
+	body, err := openAgain(ctx, h.Store, i, off, n)
+	if err != nil {
+		return nil, reading(d, err)
+	}
+	return told{body, d}, nil
+}
+
+// told is a reader of a blob whose errors say which one can't be read.
+type told struct {
+	io.ReadCloser
+	digest identity.Digest
+}
+
+func (t told) Read(b []byte) (int, error) {
+	n, err := t.ReadCloser.Read(b)
+	return n, reading(t.digest, err)
 }
 
 // openAgain opens a part of a blob. Whoever pushes it again may have put another copy in the place of i meanwhile: then
@@ -335,19 +403,26 @@ func openAgain(ctx context.Context, st blobstore.Store, i blobstore.Info, off, n
 func (r *Registry) sendBlob(w *response, q *request, i blobstore.Info, off, n int64, status int) error {
 	body, err := openAgain(q.Context(), r.store, i, off, n)
 	if err != nil {
+		err = reading(i.Digest, err)
 		r.suspect(i.Digest, err)
 		return err
 	}
 	defer body.Close()
 	if r.verify && n == i.Size {
-		return r.sendVerified(w, i, body, status)
+		err := reading(i.Digest, r.sendVerified(w, i, body, status))
+		r.suspect(i.Digest, err)
+		return err
 	}
 	w.WriteHeader(status)
 	sent, err := io.Copy(w, body)
 	if err == nil && sent != n {
 		err = fmt.Errorf("%w: blob %s: store gave %d bytes of %d", blobstore.ErrDamaged, i.Digest, sent, n)
 	}
+	err = reading(i.Digest, err)
 	r.suspect(i.Digest, err)
+	if bad, _ := r.scrubber.Unusable(q.Context(), i.Digest); err == nil && bad && n == i.Size { // it may be a good one again
+		r.scrubber.Suspect(i.Digest)
+	}
 	return err
 }
 

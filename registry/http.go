@@ -309,6 +309,8 @@ var outcomes = []struct {
 }{
 	{blobstore.ErrQuarantined, api.CodeBlobUnknown, "the bytes of this blob are damaged and were set aside; " +
 		"pushing them again heals it"},
+	{errUnusable, api.CodeBlobUnknown, "the bytes of this blob can't be read here; pushing them again heals it"},
+	{errUnreadable, api.CodeUnavailable, "the registry failed to read a blob; its log says how"},
 	{blobstore.ErrNotFound, api.CodeBlobUnknown, ""},
 	{blobstore.ErrUploadUnknown, api.CodeBlobUploadUnknown, ""},
 	{blobstore.ErrUploadBusy, api.CodeUploadBusy, ""},

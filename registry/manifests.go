@@ -88,7 +88,11 @@ func (r *Registry) PutManifest(
 	}
 	defer r.inOrder(repo, d, m.Subject)()
 	found, err := r.find(ctx, m)
-	if err != nil {
+	var u unreadable
+	if errors.As(err, &u) {
+		r.scrubber.Unreadable(ctx, u.digest, u.err)
+		return index.Record{}, cantRead(api.Missing{Digest: u.digest.String()})
+	} else if err != nil {
 		return index.Record{}, err
 	}
 	rec := index.Record{}
@@ -314,11 +318,13 @@ func (r *Registry) checkBlobs(ctx context.Context, repo string, m classify.Manif
 		missing := api.Missing{Digest: d.Digest.String(), Name: d.Name()}
 		size, checked := sizes[d.Digest]
 		if !checked {
-			i, err := r.statBlob(ctx, repo, d.Digest)
+			i, err := r.usableBlob(ctx, repo, d.Digest)
 			switch {
 			case errors.Is(err, blobstore.ErrQuarantined):
 				return api.Errorf(api.CodeManifestBlobUnknown, "blob %s%s is damaged here and was set aside: push it again",
 					d.Digest, quoted(missing.Name)).With(missing)
+			case errors.Is(err, errUnusable):
+				return cantRead(missing)
 			case errors.Is(asAPI(err), api.ErrBlobUnknown) && err != nil:
 				return api.Errorf(api.CodeManifestBlobUnknown, "blob %s%s is unknown to repository %s", d.Digest,
 					quoted(missing.Name), repo).With(missing)

@@ -181,14 +181,24 @@ func (r *Registry) Health() api.Health {
 	}
 	n, err := r.aside.count(r.store)
 	h.Quarantined = n
-	missing, missErr := r.missing(context.Background())
-	h.Missing = len(missing)
-	h.Checks = append(h.Checks, api.Check{Name: "no_blob_in_quarantine", Pass: n == 0 && err == nil},
-		api.Check{Name: "no_blob_missing", Pass: len(missing) == 0 && missErr == nil})
+	lost, lostErr := r.lost(context.Background())
+	for _, l := range lost {
+		switch l.Verdict {
+		case upkeep.Missing:
+			h.Missing++
+		case upkeep.Unreadable:
+			h.Unreadable++
+		case upkeep.Damaged:
+			h.Damaged++
+		}
+	}
+	h.Checks = append(h.Checks, api.Check{Name: "no_blob_in_quarantine", Pass: n+h.Damaged == 0 && err == nil},
+		api.Check{Name: "no_blob_missing", Pass: h.Missing == 0 && lostErr == nil},
+		api.Check{Name: "no_blob_unreadable", Pass: h.Unreadable == 0 && lostErr == nil})
 	switch {
 	case state != ready:
 		h.Status = "maintenance"
-	case !records || !agrees || n > 0 || len(missing) > 0 || err != nil || missErr != nil:
+	case !records || !agrees || n > 0 || len(lost) > 0 || err != nil || lostErr != nil:
 		h.Status = "degraded"
 	}
 	return h
@@ -204,8 +214,8 @@ func namesOf(ref blobstore.Ref) (refers, lists []identity.Digest, err error) {
 	return m.Refers(), m.Lists(), nil
 }
 
-// missing returns the blobs that were found missing and are still referred to.
-func (r *Registry) missing(ctx context.Context) ([]upkeep.Lost, error) {
+// lost returns the blobs that were found lost and are still missed.
+func (r *Registry) lost(ctx context.Context) ([]upkeep.Lost, error) {
 	if r.writes.TryRLock() { // else the index is being brought level: nobody knows yet
 		var err error
 		if r.level() == nil {
@@ -216,7 +226,7 @@ func (r *Registry) missing(ctx context.Context) ([]upkeep.Lost, error) {
 			return nil, err
 		}
 	}
-	return r.scrubber.Missing(ctx)
+	return r.scrubber.Lost(ctx)
 }
 
 // Purge drops what has run out: uploads that nobody went on with, and the leases of blobs for which no manifest came.

@@ -18,18 +18,18 @@ import (
 type Event struct {
 	Blob       *Blob       `json:"blob,omitempty"`       // collected, or would be
 	Finding    *Finding    `json:"finding,omitempty"`    // of a scrub
-	Aside      *Aside      `json:"aside,omitempty"`      // a blob in quarantine, or one that is missing
+	Aside      *Aside      `json:"aside,omitempty"`      // a blob in quarantine, or one that is lost
 	Collection *Collection `json:"collection,omitempty"` // how it ended
 	Scrub      *Scrubbing  `json:"scrub,omitempty"`      // how it ended
 	Error      *Failure    `json:"error,omitempty"`      // why it ended before it was done
 	End        bool        `json:"end,omitempty"`        // nothing comes any more, and there was no error
 }
 
-// Aside is a blob in quarantine, or one that is missing.
+// Aside is a blob in quarantine, or one that is lost.
 type Aside struct {
 	Digest       identity.Digest `json:"digest"`
-	Size         int64           `json:"size"` // 0 for one that is missing
-	Missing      bool            `json:"missing,omitempty"`
+	Size         int64           `json:"size"`           // 0 for one that is lost
+	Lost         Verdict         `json:"lost,omitempty"` // missing, unreadable, or damaged and not set aside
 	Why          string          `json:"why"`
 	Since        time.Time       `json:"since"`
 	Repositories []string        `json:"repositories"` // some of those in which it is missing now
@@ -84,7 +84,7 @@ func (s *Scrubber) Tell(ctx context.Context, o Order, tell func(Event)) error {
 	return err
 }
 
-// TellAside tells of every blob in quarantine, and then of those that are missing.
+// TellAside tells of every blob in quarantine, and then of those that are lost.
 func (s *Scrubber) TellAside(ctx context.Context, tell func(Event)) error {
 	if q, ok := s.store.(blobstore.Quarantine); ok {
 		for i, err := range q.Aside(ctx) {
@@ -96,12 +96,15 @@ func (s *Scrubber) TellAside(ctx context.Context, tell func(Event)) error {
 			}
 		}
 	}
-	missing, err := s.Missing(ctx)
+	lost, err := s.Lost(ctx)
 	if err != nil {
 		return err
 	}
-	for _, m := range missing {
-		a := Aside{Digest: m.Digest, Missing: true, Why: "missing: the store has no such blob", Since: m.Since}
+	for _, l := range lost {
+		a := Aside{Digest: l.Digest, Lost: l.Verdict, Why: string(l.Verdict) + ": " + l.Why, Since: l.Since}
+		if l.Verdict == Damaged {
+			a.Why = "damaged, and not set aside: " + l.Why
+		}
 		if err := s.tellAside(ctx, a, tell); err != nil {
 			return err
 		}
@@ -127,7 +130,7 @@ func (s *Scrubber) tellAside(ctx context.Context, a Aside, tell func(Event)) err
 //
 //	POST /collect  Collect, by the Terms in the query
 //	POST /scrub    Scrub, by the Order in the query
-//	GET  /aside    what is in quarantine, and what is missing
+//	GET  /aside    what is in quarantine, and what is lost
 //	GET  /upkeep   what was done last
 //
 // Each answers with Events, one a line; the last one is what it came to.

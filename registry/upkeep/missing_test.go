@@ -6,10 +6,12 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"slices"
 	"strings"
+	"syscall"
 	"testing"
 
 	"github.com/kiln-registry/kiln-registry/blobstore"
@@ -71,7 +73,7 @@ func TestMissing(t *testing.T) {
 			t.Errorf("%s: %+v", when, h)
 		}
 		told := r.aside()
-		if len(told) != 1 || told[0].Digest != d || !told[0].Missing || told[0].Since.IsZero() ||
+		if len(told) != 1 || told[0].Digest != d || told[0].Lost != upkeep.Missing || told[0].Since.IsZero() ||
 			!slices.Equal(told[0].Repositories, []string{"a", "b"}) {
 			t.Errorf("%s: %+v", when, told)
 		}
@@ -189,19 +191,152 @@ func TestMissingIsSuspected(t *testing.T) {
 // TestAsideIsNotMissing: a blob in quarantine is not counted twice.
 func TestAsideIsNotMissing(t *testing.T) {
 	r := newRig(t, nil)
-	d := identity.Sum([]byte("layer"))
-	r.put(201, "a", "v1", r.image("a", []byte("layer")))
+	m, d := r.image("a", []byte("layer")), identity.Sum([]byte("layer"))
+	r.put(201, "a", "v1", m)
 	r.rewrite(d, flip(0))
 	for round := range 2 {
-		if did, _ := r.scrub(); did.Missing != 0 || did.Damaged != int64(1-round) {
-			t.Errorf("%+v", did)
+		did, found := r.scrub()
+		if f := found[d]; did.Missing != 0 || did.Damaged != 1 || did.Read.Blobs != int64(2-round) || !f.Aside ||
+			f.Before != (round > 0) || round > 0 && len(f.Manifests) != 1 {
+			t.Errorf("%+v, %+v", did, found)
 		}
 	}
 	if h := r.health(); h.Missing != 0 || h.Quarantined != 1 || len(r.aside()) != 1 {
 		t.Errorf("%+v", h)
 	}
+	if _, found := r.scrub(d); found[d].Verdict != upkeep.Damaged || !found[d].Before {
+		t.Errorf("%+v", found)
+	}
+	r.do(202, "DELETE", "/v2/a/manifests/v1", nil)
+	r.do(202, "DELETE", "/v2/a/manifests/"+identity.Sum(m).String(), nil)
+	if did, found := r.scrub(); did.Damaged != 0 || len(found) != 0 {
+		t.Errorf("nothing refers to it: %+v, %+v", did, found)
+	}
 	if _, found := r.scrub(d); found[d].Verdict != upkeep.Gone || !found[d].Aside {
 		t.Errorf("%+v", found)
+	}
+}
+
+// TestUnreadable: a blob that the system does not let the registry read is no damage and no reason for a server to fail:
+// it can't be had for now, whoever pushes it is asked to send it again, and that heals it.
+func TestUnreadable(t *testing.T) {
+	for name, errno := range map[string]error{"denied": syscall.EACCES, "disk": syscall.EIO} {
+		t.Run(name, func(t *testing.T) {
+			s := &reads{open: func(blobstore.Info) (io.ReadCloser, error) { return nil, nil }}
+			r := newRig(t, func(r *rig) {
+				r.wrap = func(st blobstore.Store) blobstore.Store { s.Store = st; return aside{s, st.(blobstore.Quarantine)} }
+			})
+			m, d := r.image("a", []byte("layer")), identity.Sum([]byte("layer"))
+			path := "/v2/a/blobs/" + d.String()
+			r.put(201, "a", "v1", m)
+			generation := r.stored()[d].Generation
+			s.open = func(i blobstore.Info) (io.ReadCloser, error) {
+				if i.Digest == d && i.Generation == generation {
+					return nil, &fs.PathError{Op: "open", Path: "x", Err: errno}
+				}
+				return nil, nil
+			}
+			r.do(200, "HEAD", path, nil) // nobody knows yet
+			if b := r.do(503, "GET", path, nil); !bytes.Contains(b, []byte("failed to read a blob")) {
+				t.Errorf("%s", b)
+			}
+			r.pass(0, func(upkeep.Scrubbing) bool { return r.health().Unreadable == 1 })
+			did, found := r.scrub()
+			if did.Unreadable != 1 || did.Damaged != 0 || found[d].Aside || !strings.Contains(found[d].Why, errno.Error()) {
+				t.Errorf("%+v, %+v", did, found)
+			}
+			for _, when := range []string{"found", "restarted"} {
+				told := r.aside()
+				if h := r.health(); h.Status != "degraded" || h.Unreadable != 1 || len(told) != 1 ||
+					told[0].Lost != upkeep.Unreadable || !strings.Contains(told[0].Why, errno.Error()) {
+					t.Errorf("%s: %+v, %+v", when, h, told)
+				}
+				r.do(404, "HEAD", path, nil)
+				if b := r.do(400, "PUT", "/v2/a/manifests/v2", m, "Content-Type", manifestType); !bytes.Contains(b,
+					[]byte("can't be read here: push it again")) {
+					t.Errorf("%s", b)
+				}
+				r.do(202, "POST", "/v2/b/blobs/uploads/?from=a&mount="+d.String(), nil)
+				r.do(503, "GET", path, nil)
+				r.stop()
+				r.start()
+			}
+			r.blob("a", []byte("layer"))
+			r.do(200, "GET", path, nil)
+			r.do(200, "HEAD", path, nil)
+			r.put(201, "a", "v2", m)
+			if h := r.health(); h.Status != "ok" || len(r.aside()) != 0 {
+				t.Errorf("%+v", h)
+			}
+		})
+	}
+}
+
+// TestReadableAgain: a blob that was unreadable is not any more when it is read well.
+func TestReadableAgain(t *testing.T) {
+	s := &reads{open: func(blobstore.Info) (io.ReadCloser, error) { return nil, syscall.EIO }}
+	r := newRig(t, func(r *rig) {
+		r.wrap = func(st blobstore.Store) blobstore.Store { s.Store = st; return s }
+	})
+	d := r.blob("a", []byte("layer"))
+	r.scrub()
+	if h := r.health(); h.Unreadable != 1 { // nothing refers to it, and it is there
+		t.Errorf("%+v", h)
+	}
+	s.open = func(blobstore.Info) (io.ReadCloser, error) { return nil, nil }
+	r.do(200, "GET", "/v2/a/blobs/"+d.String(), nil)
+	r.pass(0, func(upkeep.Scrubbing) bool { return r.health().Unreadable == 0 })
+	r.do(200, "HEAD", "/v2/a/blobs/"+d.String(), nil)
+	s.open = func(blobstore.Info) (io.ReadCloser, error) { return nil, syscall.EIO }
+	r.scrub(d)
+	if err := r.store.Delete(t.Context(), r.stored()[d]); err != nil {
+		t.Fatal(err)
+	}
+	if h := r.health(); h.Unreadable != 0 {
+		t.Errorf("deleted: %+v", h)
+	}
+}
+
+// TestManifestOfWhatIsUnreadable: a manifest whose blobs have to be read to take it says which one can't be.
+func TestManifestOfWhatIsUnreadable(t *testing.T) {
+	s := &reads{open: func(blobstore.Info) (io.ReadCloser, error) { return nil, syscall.EIO }}
+	r := newRig(t, func(r *rig) {
+		r.wrap = func(st blobstore.Store) blobstore.Store { s.Store = st; return s }
+	})
+	config, doc := r.blob("a", []byte("{}")), r.blob("a", []byte(`{"r":8}`))
+	m := fmt.Appendf(nil, `{"schemaVersion":2,"mediaType":%q,"config":{"mediaType":"application/vnd.oci.empty.v1+json",`+
+		`"digest":%q,"size":2},"layers":[{"mediaType":"application/json","digest":%q,"size":7,"annotations":{`+
+		`"org.opencontainers.image.title":"adapter_config.json"}}]}`, manifestType, config, doc)
+	for range 2 {
+		b := r.do(400, "PUT", "/v2/a/manifests/v1", m, "Content-Type", manifestType)
+		if !bytes.Contains(b, []byte("MANIFEST_BLOB_UNKNOWN")) || !bytes.Contains(b, []byte(doc.String())) {
+			t.Errorf("%s", b)
+		}
+	}
+	r.do(404, "HEAD", "/v2/a/blobs/"+doc.String(), nil)
+}
+
+// TestDamagedAndLeft: damage that can't be set aside, as the registry is read-only, makes it degraded and is listed.
+func TestDamagedAndLeft(t *testing.T) {
+	r := newRig(t, nil)
+	d := identity.Sum([]byte("layer"))
+	r.put(201, "a", "v1", r.image("a", []byte("layer")))
+	r.rewrite(d, flip(0))
+	r.reg.Scrubber().ReadOnly = true
+	for range 2 {
+		if did, found := r.scrub(); did.Damaged != 1 || found[d].Aside {
+			t.Errorf("%+v, %+v", did, found)
+		}
+		told := r.aside()
+		if h := r.health(); h.Status != "degraded" || h.Damaged != 1 || h.Quarantined != 0 || len(told) != 1 ||
+			told[0].Lost != upkeep.Damaged || !strings.Contains(told[0].Why, "not set aside: ") {
+			t.Errorf("%+v, %+v", h, told)
+		}
+	}
+	r.reg.Scrubber().ReadOnly = false
+	r.scrub()
+	if h := r.health(); h.Damaged != 0 || h.Quarantined != 1 || len(r.aside()) != 1 {
+		t.Errorf("%+v", h)
 	}
 }
 

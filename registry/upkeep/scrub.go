@@ -34,7 +34,7 @@ type Verdict string
 // The verdicts.
 const (
 	Good       Verdict = "good"
-	Damaged    Verdict = "damaged"    // it was read twice and both times was not what its digest says
+	Damaged    Verdict = "damaged"    // it was read twice and both times was not what its digest says, now or before
 	Unsteady   Verdict = "unsteady"   // it was read twice and was right the second time: blame memory or disk
 	Unreadable Verdict = "unreadable" // the store failed to read it; that is not taken for damage
 	Missing    Verdict = "missing"    // manifests refer to it, and the store has it neither to show nor in quarantine
@@ -47,8 +47,10 @@ type Finding struct {
 	Size    int64           `json:"size"`
 	Verdict Verdict         `json:"verdict"`
 	Why     string          `json:"why,omitempty"`   // unless it is good
-	Aside   bool            `json:"aside,omitempty"` // it was set aside; one that is gone: before
-	// Manifests are some of those that refer to a missing blob.
+	Aside   bool            `json:"aside,omitempty"` // it was set aside
+	// Before: it was set aside before, and was not read again. Size is 0.
+	Before bool `json:"before,omitempty"`
+	// Manifests are some of those that refer to a blob that is missing, or was set aside before.
 	Manifests []index.Referrer `json:"manifests,omitempty"`
 }
 
@@ -73,7 +75,9 @@ func (s *Scrubbing) add(f Finding) {
 		s.Missing++
 		return
 	case Damaged:
-		s.Damaged++
+		if s.Damaged++; f.Before {
+			return
+		}
 	case Unsteady:
 		s.Unsteady++
 	case Unreadable:
@@ -242,14 +246,12 @@ func (s *Scrubber) all(ctx context.Context, p *pace, see func(Finding)) error {
 func (s *Scrubber) digest(ctx context.Context, d identity.Digest, p *pace) (Finding, error) {
 	i, err := s.store.Stat(ctx, d)
 	switch {
-	case errors.Is(err, blobstore.ErrQuarantined):
-		return Finding{Digest: d, Verdict: Gone, Why: err.Error(), Aside: true}, nil
 	case errors.Is(err, blobstore.ErrCut):
 		return s.look(ctx, due{i, true}, p)
 	case errors.Is(err, blobstore.ErrNotFound):
 		return s.absent(ctx, d)
 	case err != nil:
-		return Finding{Digest: d, Verdict: Unreadable, Why: err.Error()}, unreachable(err)
+		return s.settle(ctx, Finding{Digest: d, Verdict: Unreadable, Why: err.Error()}), unreachable(err)
 	}
 	return s.look(ctx, due{i, true}, p)
 }

@@ -110,7 +110,7 @@ func TestDamage(t *testing.T) {
 			if h := r.health(); h.Status != "degraded" || h.Quarantined != 1 {
 				t.Errorf("%+v", h)
 			}
-			if _, found := r.scrub(d); found[d].Verdict != upkeep.Gone {
+			if _, found := r.scrub(d); found[d].Verdict != upkeep.Damaged || !found[d].Before {
 				t.Errorf("%v", found)
 			}
 			r.blob("a", c.data)

@@ -7,6 +7,7 @@ import (
 	"io"
 	"net/http"
 	"strings"
+	"syscall"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -34,11 +35,11 @@ func scrubCommand(stderr io.Writer) *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "scrub [DIGEST...]", Short: "Read blobs again, and set aside those that are damaged",
 		Long: `Read all blobs again, or those of the digests given, and set aside those that are no longer what their digests
-say. What is set aside is not served any more; pushing the same bytes again heals it. A running server does this
-itself, at --scrub-rate, once in --scrub-interval. A blob that can't be read is named, and is not taken for damaged; one
-that manifests refer to and that is gone is named as missing.
+say. What is set aside is not served any more; pushing the same bytes again heals it, and until then it is named each
+time if manifests refer to it. A running server does this itself, at --scrub-rate, once in --scrub-interval. A blob that
+can't be read is named, and is not taken for damaged; one that manifests refer to and that is gone is named as missing.
 
---list only says what is in quarantine or missing, and which repositories miss it.`,
+--list only says what is in quarantine, missing or can't be read, and which repositories miss it.`,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if err := s.check(args); err != nil {
 				return err
@@ -49,7 +50,7 @@ that manifests refer to and that is gone is named as missing.
 	s.Flags.Bind(cmd)
 	f := cmd.Flags()
 	f.Var(&s.rate, "rate", "bytes to read in a second, as 100MB or 32MiB; 0: as fast as it goes")
-	f.BoolVar(&s.list, "list", false, "only list what is in quarantine or missing")
+	f.BoolVar(&s.list, "list", false, "only list what is in quarantine, missing or can't be read")
 	f.BoolVar(&s.json, "json", false, "print JSON, one object a line")
 	return cmd
 }
@@ -93,7 +94,7 @@ func (s *scrubbing) run(ctx context.Context, stdout, stderr io.Writer) error {
 			"nothing is lost: kiln-registry reindex makes it anew")
 	case err == nil && show.bad > 0:
 		return cli.Hint(cli.Exit(cli.CodeNo, fmt.Errorf("%s not as they should be", cli.Count(show.bad, "blob"))),
-			"push those bytes again: that heals them; kiln-registry scrub --list says which repositories miss them")
+			show.hint())
 	case err == nil && show.absent > 0:
 		return cli.Hint(
 			cli.Exit(cli.CodeNotFound, fmt.Errorf("%d of %d digests: no such blob is stored here", show.absent, len(s.Digests))),
@@ -108,6 +109,10 @@ type scrubShow struct {
 	json, named bool
 	out, notes  io.Writer
 	bad         int
+	left        int    // damaged, and not set aside
+	denied      int    // the system forbids to read them
+	unread      int    // could not be read for other reasons
+	unsteady    int    // right when read again
 	absent      int    // that were named
 	records     string // what is wrong with the refs
 	lacking     string // what the index lacks of them
@@ -120,13 +125,52 @@ func (s *scrubShow) count(f *upkeep.Finding) {
 	case f.Verdict == upkeep.Good:
 	case f.Verdict != upkeep.Gone:
 		s.bad++
-	case f.Aside:
+		s.sort(f)
+	case f.Aside && s.named:
 		s.bad++
 		f.Why = "it is damaged, and was set aside before"
 	case s.named:
 		s.absent++
 		f.Why = "it is not stored here"
 	}
+}
+
+// sort counts a blob that is bad by what can be done about it.
+func (s *scrubShow) sort(f *upkeep.Finding) {
+	switch {
+	case f.Verdict == upkeep.Damaged && !f.Aside:
+		s.left++
+	case f.Verdict == upkeep.Unsteady:
+		s.unsteady++
+	case f.Verdict != upkeep.Unreadable:
+	case strings.Contains(f.Why, syscall.EACCES.Error()), strings.Contains(f.Why, syscall.EPERM.Error()):
+		s.denied++
+	default:
+		s.unread++
+	}
+}
+
+// hint says what can be done about what was found.
+func (s *scrubShow) hint() string {
+	var all []string
+	if s.bad > s.left+s.denied+s.unread+s.unsteady {
+		all = append(all, "push those bytes again: that heals them")
+	}
+	if s.left > 0 {
+		all = append(all, "what is damaged was left where it is, as the registry is read-only or the log says why: without "+
+			"--read-only a scrub sets it aside, and a push heals it")
+	}
+	if s.denied > 0 {
+		all = append(all, "the user that runs the registry may not read some: see to owner and mode of the files, and scrub "+
+			"those blobs again")
+	}
+	if s.unread > 0 {
+		all = append(all, "the disk fails to read some: look into the log of the kernel; a push of those bytes stores them anew")
+	}
+	if s.unsteady > 0 {
+		all = append(all, "what was right when read again is served: look at the memory and the disk of the machine")
+	}
+	return strings.Join(append(all, "kiln-registry scrub --list says which repositories miss them"), "; ")
 }
 
 func (s *scrubShow) event(e upkeep.Event) {
