@@ -2,6 +2,7 @@ package upkeep_test
 
 import (
 	"bytes"
+	"context"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -10,7 +11,9 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
+	"github.com/kiln-registry/kiln-registry/blobstore"
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/index"
 	"github.com/kiln-registry/kiln-registry/index/boltkv"
@@ -172,6 +175,81 @@ func (r *rig) agrees(agrees bool) {
 	}
 	if !ok || (h.Status == "ok") != agrees {
 		r.t.Errorf("want agrees %v: %+v", agrees, h)
+	}
+}
+
+// TestClaims: a blob stays that a manifest refers to by the store's refs, in whatever order these stand, though the index
+// knows nothing of it. A manifest that was deleted keeps nothing, nor does one that only mentions the blob.
+func TestClaims(t *testing.T) {
+	orphan := []byte("orphan")
+	d := identity.Sum(orphan)
+	manifest := func(digest, more string) []byte {
+		return fmt.Appendf(nil, `{"schemaVersion":2,"mediaType":%q,"config":{"mediaType":"application/vnd.oci.empty.v1+json",`+
+			`"digest":%q,"size":2},"layers":[{"mediaType":"x","digest":"%s","size":%d}]%s}`, manifestType,
+			identity.Sum([]byte("{}")), digest, len(orphan), more)
+	}
+	named := manifest(d.String(), "")
+	other := identity.Sum([]byte("other")).String()
+	put := func(m []byte, seq uint64) blobstore.Ref {
+		of := identity.Sum(m)
+		return blobstore.Ref{Repo: "a", Name: of.String(), Digest: of, Seq: seq, MediaType: manifestType, Manifest: m,
+			Time: time.Now()}
+	}
+	gone := func(m []byte, seq uint64) blobstore.Ref {
+		ref := put(m, seq)
+		ref.Deleted, ref.Manifest = true, nil
+		return ref
+	}
+	for name, c := range map[string]struct {
+		refs  []blobstore.Ref
+		stays bool
+	}{
+		"put":                   {[]blobstore.Ref{put(named, 5)}, true},
+		"deleted":               {[]blobstore.Ref{put(named, 5), gone(named, 6)}, false},
+		"put again":             {[]blobstore.Ref{put(named, 5), gone(named, 6), put(named, 7)}, true},
+		"deleted, out of order": {[]blobstore.Ref{gone(named, 6), put(named, 5)}, false},
+		"put again, reversed":   {[]blobstore.Ref{put(named, 7), gone(named, 6), put(named, 5)}, true},
+		"escaped": {[]blobstore.Ref{put(manifest(`\u0073ha256\u003a`+strings.TrimPrefix(d.String(), "sha256:"), ""), 5)},
+			true},
+		"mentioned": {[]blobstore.Ref{put(manifest(other, `,"annotations":{"of":"`+d.String()+`"}`), 5)}, false},
+		"a tag":     {[]blobstore.Ref{{Repo: "a", Name: "v1", Digest: d, Seq: 5, Time: time.Now()}}, false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			h := new(hands)
+			r := newRig(t, func(r *rig) { r.clock = h.clock })
+			r.blob("a", orphan)
+			h.forward(week)
+			if _, err := r.store.Put(t.Context(), c.refs...); err != nil {
+				t.Fatal(err)
+			}
+			did, err := r.reg.Collector().Collect(t.Context(), upkeep.Terms{Force: true})
+			if kept := r.kept(d)[0]; kept != c.stays || errors.Is(err, upkeep.ErrLacking) != c.stays || !c.stays && err != nil {
+				t.Errorf("kept %v: %v, %+v", kept, err, did)
+			}
+		})
+	}
+}
+
+// TestRefsUnread: where the refs can't be read, or the index is found damaged, nothing goes.
+func TestRefsUnread(t *testing.T) {
+	h := new(hands)
+	r := newRig(t, func(r *rig) { r.clock = h.clock })
+	r.put(201, "a", "v1", r.image("a", []byte("one")))
+	d := r.blob("a", []byte("orphan"))
+	h.forward(week)
+	c := r.reg.Collector()
+	broken := errors.New("the index is broken")
+	c.Checked = func(context.Context) error { return broken }
+	if did, err := c.Collect(t.Context(), upkeep.Terms{Force: true}); !errors.Is(err, broken) || did.Found.Blobs > 0 {
+		t.Errorf("%v, %+v", err, did)
+	}
+	c.Checked = nil
+	if err := os.WriteFile(filepath.Join(r.dir, "refs.log"), make([]byte, 4096), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	did, err := c.Collect(t.Context(), upkeep.Terms{Force: true})
+	if !errors.Is(err, blobstore.ErrRefsDamaged) || did.Removed.Blobs > 0 || !r.kept(d)[0] {
+		t.Errorf("%v, %+v", err, did)
 	}
 }
 

@@ -86,6 +86,9 @@ func upkeepError(err error) error {
 	switch {
 	case errors.Is(err, upkeep.ErrRunning), errors.Is(err, upkeep.ErrNotLevel):
 		return cli.Exit(cli.CodeTryAgain, err)
+	case errors.Is(err, upkeep.ErrLacking):
+		return cli.Hint(cli.Exit(cli.CodeDisk, err), "no blob and no record is lost: "+
+			"look at the disk and the memory of this machine")
 	case errors.Is(err, upkeep.ErrReadOnly):
 		return cli.Hint(cli.Exit(cli.CodeUsage, err), readOnlyHint)
 	}
