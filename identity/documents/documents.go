@@ -36,7 +36,7 @@ const (
 // Limits on a text, in bytes.
 const (
 	MaxDocument = identity.MaxDocument // every document but an eval; also one row of outcomes. Kiln's for a checkpoint
-	MaxEval     = 64 << 20             // an eval job or result, which holds every completion
+	MaxEval     = 64 << 20             // an eval job or result, which holds every completion; also a file of outcome rows
 )
 
 // Kind names a document in messages.

@@ -288,6 +288,21 @@ func TestOddFiles(t *testing.T) {
 	}
 }
 
+// TestLargeRows: outcome rows that a registry would refuse for their size are not read.
+func TestLargeRows(t *testing.T) {
+	for size, large := range map[int64]bool{documents.MaxEval: false, documents.MaxEval + 1: true} {
+		path := filepath.Join(t.TempDir(), "rows.jsonl")
+		if err := errors.Join(os.WriteFile(path, nil, 0o644), os.Truncate(path, size)); err != nil {
+			t.Fatal(err)
+		}
+		_, err := artifact.Read(t.Context(), api.KindEval, path, artifact.Options{Legacy: true})
+		var refused *artifact.Error
+		if is := errors.As(err, &refused) && refused.Code == artifact.CodeTooLarge; is != large || is && refused.Hint == "" {
+			t.Errorf("%d bytes: %v", size, err)
+		}
+	}
+}
+
 // TestManyFiles: a folder with more than a checkpoint can hold is refused before it is listed to its end.
 func TestManyFiles(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "a"+documents.CheckpointSuffix)

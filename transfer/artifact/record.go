@@ -78,11 +78,15 @@ func readEval(path string, o Options) (*draft, error) {
 	return d, nil
 }
 
-// readRows reads outcome rows, of which there may be any number: they are checked and hashed in one pass.
+// readRows reads outcome rows: they are checked and hashed in one pass.
 func readRows(path string, o Options) (*draft, error) {
 	f, file, err := folder.One(path, folder.Options{FollowLinks: o.FollowLinks})
 	if err != nil {
 		return nil, err
+	}
+	if file.Size > documents.MaxEval { // which a registry of this project refuses
+		return nil, &Error{Code: CodeTooLarge, Hint: "split it by lines, and push each part as an eval of its own",
+			Msg: fmt.Sprintf("%s has %d bytes, at most %d are taken", file.Name, file.Size, documents.MaxEval)}
 	}
 	in, unchanged, err := f.Read(file)
 	if err != nil {
