@@ -15,6 +15,7 @@ import (
 	"github.com/kiln-registry/kiln-registry/blobstore"
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/index"
+	"github.com/kiln-registry/kiln-registry/registry/claims"
 	"github.com/kiln-registry/kiln-registry/registry/classify"
 	"github.com/kiln-registry/kiln-registry/registry/prune"
 	"github.com/kiln-registry/kiln-registry/registry/upkeep"
@@ -303,7 +304,7 @@ func parseTaken(ref blobstore.Ref) (classify.Manifest, error) {
 // the rules have become stricter, is kept all the same: it was acknowledged.
 func (r *Registry) recall(
 	ctx context.Context, ref blobstore.Ref, m classify.Manifest,
-	baseOf func(ctx context.Context, repo string, d identity.Digest) (identity.Aggregate, error),
+	baseOf claims.BaseOf,
 ) (index.PutManifest, error) {
 	was, kept := r.keptFinding(ref, m)
 	if kept && was.Rules >= classify.Rules {
@@ -311,7 +312,10 @@ func (r *Registry) recall(
 	}
 	found, err := r.find(ctx, m)
 	if err == nil {
-		err = inherit(ctx, &found, ref.Repo, m.Subject, baseOf)
+		err = claims.Inherit(ctx, &found, ref.Repo, m.Subject, baseOf)
+	}
+	if err == nil && kept {
+		err = found.Stay(m.Subject, was.Artifact) // its subject may be gone
 	}
 	lost := isLost(err)
 	switch {
@@ -323,10 +327,6 @@ func (r *Registry) recall(
 		found = classify.Finding{Artifact: classify.Artifact{State: api.ContentIncomplete, Evidence: api.EvidenceNone}}
 	case err != nil:
 		return index.PutManifest{}, err
-	case kept && found.Base.IsZero() && found.Kind == was.Kind: // its subject is gone
-		if err := found.From(m.Subject, was.Base); err != nil {
-			return index.PutManifest{}, err
-		}
 	}
 	return recordOf(ref.Repo, m, ref.Manifest, found)
 }
@@ -350,12 +350,12 @@ func (r *Registry) keptFinding(ref blobstore.Ref, m classify.Manifest) (f classi
 	return f, err == nil
 }
 
-// baseOf is that of the registry once the batch is in the index.
+// baseOf is that of the index once the batch is in it.
 func (re *replay) baseOf(ctx context.Context, repo string, d identity.Digest) (identity.Aggregate, error) {
 	if a, ok := re.bases[repo+"\x00"+d.String()]; ok {
 		return a, nil
 	}
-	return re.r.baseOf(ctx, repo, d)
+	return claims.Held(re.r.ix)(ctx, repo, d)
 }
 
 // Admin returns the handler of the administration socket. It asks nobody who they are: whoever can open the socket may

@@ -326,8 +326,9 @@ func edges(links []api.Link) []string {
 // AD-17, IX-15.
 func TestLineage(t *testing.T) {
 	everywhere(t, func(t *testing.T, f *family) {
+		_, merged := f.server.base("lab/merged", "v1", "model", "4")
 		merge := f.statement("lab/merge", documents.Statement{Derived: &documents.Derived{How: documents.Merge,
-			Target:  documents.Subject{Artifact: f.second},
+			Target:  documents.Subject{Artifact: merged},
 			Sources: []documents.Subject{{Aggregate: f.a}, {Artifact: f.sql}}}})
 		for name, c := range map[string]struct {
 			of                identity.Digest
@@ -336,8 +337,10 @@ func TestLineage(t *testing.T) {
 		}{
 			"adapter": {of: f.sql, parents: []string{"receipt inside team/receipts"}, children: []string{"adapter team/evals",
 				"adapter team/run", "adapter team/run", "adapter team/run", "adapter weakly sql lab/evals",
-				"derived_from lab/second", "output team/receipts", "parent_adapter lab/second"}},
+				"derived_from lab/merged", "output team/receipts", "parent_adapter lab/second"}},
 			"adapter on it": {of: f.second, parents: []string{"parent_adapter team/adapters", "receipt inside"},
+				children: []string{}},
+			"merged": {of: merged, parents: []string{},
 				children: []string{"statement lab/merge"}},
 			"checkpoint": {of: f.checkpoint, parents: []string{"adapter team/adapters", "adapter weakly demo"},
 				children: []string{}},
@@ -351,10 +354,10 @@ func TestLineage(t *testing.T) {
 			"derive statement": {of: f.derive, parents: []string{"derived_from lab/renamed", "statement team/quant"},
 				children: []string{}},
 			"merge statement": {of: merge, parents: []string{"derived_from lab/renamed", "derived_from team/adapters",
-				"statement lab/second"}, children: []string{}},
+				"statement lab/merged"}, children: []string{}},
 			"derived base": {of: f.quant, parents: []string{"derived_from lab/renamed"},
 				children: []string{"statement team/quant"}},
-			"source": {of: f.base, parents: []string{}, children: []string{"derived_from lab/second",
+			"source": {of: f.base, parents: []string{}, children: []string{"derived_from lab/merged",
 				"derived_from team/quant"}},
 		} {
 			for _, limit := range []int{1, 3, 100} {

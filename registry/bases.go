@@ -15,7 +15,6 @@ import (
 	"github.com/kiln-registry/kiln-registry/index"
 	"github.com/kiln-registry/kiln-registry/registry/access"
 	"github.com/kiln-registry/kiln-registry/registry/answers"
-	"github.com/kiln-registry/kiln-registry/registry/classify"
 )
 
 const (
@@ -230,28 +229,6 @@ func (r *Registry) appendUnavailable(
 	}
 	b, err := json.Marshal(shards)
 	return append(append(out, `,"unavailable_shards":`...), b...), err
-}
-
-// checkBind refuses a bind statement about an artifact of its repository that is a base, or that names another one
-// itself. One that comes before its artifact is taken: what an artifact says itself is stronger.
-func (r *Registry) checkBind(ctx context.Context, repo string, f classify.Finding) error {
-	s := f.Facts.Statement
-	if f.Kind != api.KindStatement || s == nil || s.Type != api.StatementBind {
-		return nil
-	}
-	rec, err := r.ix.Get(ctx, repo, s.Target.String())
-	switch {
-	case errors.Is(err, index.ErrNotFound):
-		return nil
-	case err != nil:
-		return err
-	case rec.Kind == api.KindBase:
-		return api.Errorf(api.CodeManifestInvalid, "%s is a base itself: a bind statement is about what was made from one",
-			s.Target)
-	case !rec.Aggregate.IsZero() && rec.Aggregate != s.Base:
-		return classify.Disagree(f.Facts.Source, s.Base, "artifact "+s.Target.String(), rec.Aggregate)
-	}
-	return nil
 }
 
 // unavailableOf is unavailableShards of the newest base of an aggregate.

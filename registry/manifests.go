@@ -2,7 +2,6 @@ package registry
 
 import (
 	"bytes"
-	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -18,6 +17,7 @@ import (
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/index"
 	"github.com/kiln-registry/kiln-registry/registry/access"
+	"github.com/kiln-registry/kiln-registry/registry/claims"
 	"github.com/kiln-registry/kiln-registry/registry/classify"
 )
 
@@ -27,6 +27,8 @@ const (
 	// largeText is the size in bytes from which shard indexes and documents are read one at a time. The index of a model
 	// of 4,096 shards and 100,000 tensors has about 8 MB.
 	largeText = 8 << 20
+	// adoptMost and adoptBytes are the most that one change adopts: artifacts, and about so many bytes of manifests.
+	adoptMost, adoptBytes = 256, 4 << 20
 )
 
 // Manifest returns a manifest of a repository, by tag or digest, with its exact bytes. ErrManifestUnknown.
@@ -99,24 +101,77 @@ func (r *Registry) PutManifest(
 	hold := func() (release func()) { return r.holdTags(repo, tags) }
 	err = r.decide(ctx, hold, func() (err error) {
 		found := found
-		if err := inherit(ctx, &found, repo, m.Subject, r.baseOf); err != nil {
+		push := claims.Push{Caller: c, Repo: repo, Digest: d, Manifest: m}
+		if err := claims.Settle(ctx, r.ix, push, &found); err != nil {
 			return err
 		}
-		if err := cmp.Or(r.checkSubject(ctx, c, m, found), r.checkBind(ctx, repo, found)); err != nil {
-			return err
-		}
-		put, err := recordOf(repo, m, body, found)
+		put, kept, err := keepable(repo, m, body, found)
 		if err != nil {
 			return err
 		}
-		kept, err := found.Encode(m)
-		if err != nil {
+		if rec, err = r.keep(ctx, put, kept, tags); err != nil {
 			return err
 		}
-		rec, err = r.keep(ctx, put, kept, tags)
-		return err
+		return r.adopt(ctx, rec)
 	})
 	return rec, err
+}
+
+// adopt binds the artifacts that refer to a base and came before it, as if they had come after it. It is a part of
+// decide, with holdTags, and inOrder of the base, without which nobody changes them.
+func (r *Registry) adopt(ctx context.Context, base index.Record) error {
+	var puts []index.PutManifest
+	var found []string
+	size := 0
+	flush := func() error {
+		if len(puts) == 0 {
+			return nil
+		}
+		err := r.change(ctx, base.Repo, func(seq uint64) (refs []blobstore.Ref, ops []index.Op) {
+			for i, put := range puts {
+				put.Seq = seq
+				refs, ops = append(refs, refOf(put, found[i])), append(ops, put)
+			}
+			return refs, ops
+		})
+		puts, found, size = nil, nil, 0
+		return err
+	}
+	for late, err := range claims.LateOf(ctx, r.ix, base) {
+		if err != nil {
+			return err
+		}
+		put, kept, err := keepable(base.Repo, late.Manifest, late.Body, late.Finding)
+		if err != nil {
+			return err
+		}
+		put.Created = late.Record.Created
+		puts, found, size = append(puts, put), append(found, kept), size+len(put.Manifest)
+		if len(puts) == adoptMost || size >= adoptBytes {
+			if err := flush(); err != nil {
+				return err
+			}
+		}
+	}
+	return flush()
+}
+
+// keepable makes what is kept of a manifest: its record, and the text of what was found of it.
+func keepable(
+	repo string, m classify.Manifest, body []byte, f classify.Finding,
+) (put index.PutManifest, kept string, err error) {
+	if put, err = recordOf(repo, m, body, f); err == nil {
+		kept, err = f.Encode(m)
+	}
+	return put, kept, err
+}
+
+// refOf is the ref of a manifest with what was found of it.
+func refOf(put index.PutManifest, found string) blobstore.Ref {
+	return blobstore.Ref{
+		Repo: put.Repo, Name: put.Digest.String(), Seq: put.Seq, Digest: put.Digest, MediaType: put.MediaType,
+		Manifest: put.Manifest, Time: put.Created, Finding: found,
+	}
 }
 
 // keep makes a manifest, what was found of it and its tags durable, unless all of that is there. It is a part of decide,
@@ -151,16 +206,7 @@ func (r *Registry) keep(ctx context.Context, put index.PutManifest, found string
 	}
 	err = r.change(ctx, put.Repo, func(seq uint64) ([]blobstore.Ref, []index.Op) {
 		put.Seq = seq
-		ref := blobstore.Ref{
-			Repo:      put.Repo,
-			Name:      put.Digest.String(),
-			Seq:       seq,
-			Digest:    put.Digest,
-			MediaType: put.MediaType,
-			Manifest:  put.Manifest,
-			Time:      put.Created,
-			Finding:   found,
-		}
+		ref := refOf(put, found)
 		refs, ops := []blobstore.Ref{ref}, []index.Op{put}
 		ref.Manifest, ref.Finding, ref.Time = nil, "", r.now()
 		for _, tag := range tags {
@@ -348,20 +394,8 @@ func quoted(name string) string {
 	return fmt.Sprintf(" (%.80q)", name)
 }
 
-// baseOf returns the base model that a manifest of a repository is; zero if it is none, or not there.
-func (r *Registry) baseOf(ctx context.Context, repo string, d identity.Digest) (identity.Aggregate, error) {
-	rec, err := r.ix.Get(ctx, repo, d.String())
-	switch {
-	case errors.Is(err, index.ErrNotFound):
-		return identity.Aggregate{}, nil
-	case err != nil || rec.Kind != api.KindBase:
-		return identity.Aggregate{}, err
-	}
-	return rec.Aggregate, nil
-}
-
-// find says what a manifest is, from the manifest and the blobs it names. With inherit, which adds what its repository
-// holds, that is all that is found of it.
+// find says what a manifest is, from the manifest and the blobs it names. With what its repository says of it, see
+// claims.Settle, that is all that is found of it.
 func (r *Registry) find(ctx context.Context, m classify.Manifest) (classify.Finding, error) {
 	defer r.admitText(m.TextSize())()
 	a, err := classify.Classify(ctx, held{r.store}, m)
@@ -420,42 +454,6 @@ func linksOf(f classify.Finding) (links []index.Link) {
 		}
 	}
 	return links
-}
-
-// inherit adds to what was found of a manifest which base its subject is, of which baseOf tells.
-func inherit(
-	ctx context.Context, f *classify.Finding, repo string, subject identity.Digest,
-	baseOf func(ctx context.Context, repo string, d identity.Digest) (identity.Aggregate, error),
-) error {
-	if subject.IsZero() {
-		return nil
-	}
-	base, err := baseOf(ctx, repo, subject)
-	if err != nil {
-		return err
-	}
-	return f.From(subject, base)
-}
-
-// checkSubject refuses a manifest that names another base than its subject is, wherever the caller may look at that
-// subject.
-func (r *Registry) checkSubject(ctx context.Context, c access.Caller, m classify.Manifest, f classify.Finding) error {
-	if f.Kind == api.KindBase || f.Base.IsZero() || m.Subject.IsZero() {
-		return nil
-	}
-	for repo, err := range r.ix.ManifestHolders(ctx, m.Subject) {
-		if err != nil {
-			return err
-		}
-		if !c.Sees(repo) {
-			continue
-		}
-		base, err := r.baseOf(ctx, repo, m.Subject)
-		if err != nil || !base.IsZero() {
-			return errors.Join(err, f.From(m.Subject, base))
-		}
-	}
-	return nil
 }
 
 // DeleteManifest drops a tag, or a manifest with the tags that point to it, from a repository. ErrManifestUnknown;

@@ -197,8 +197,8 @@ type Late struct {
 	Finding  classify.Finding // with what the base says, by rules that are not known
 }
 
-// LateOf yields what refers to a base and is bound to it less firmly than if it had come after it. One that names another
-// base itself stays as it is. Nobody may change the manifests of the repository meanwhile but whoever gets them.
+// LateOf yields what refers to a base and is bound to it less firmly than if it had come after it. One that names
+// another base itself stays as it is. Nobody may change the manifests of the repository meanwhile but whoever gets them.
 func LateOf(ctx context.Context, ix *index.Index, base index.Record) iter.Seq2[Late, error] {
 	return func(yield func(Late, error) bool) {
 		if base.Kind != api.KindBase || base.Aggregate.IsZero() {

@@ -1,0 +1,188 @@
+package registry_test
+
+import (
+	"bytes"
+	"fmt"
+	"strings"
+	"testing"
+
+	"github.com/kiln-registry/kiln-registry/api"
+	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/identity/documents"
+	"github.com/kiln-registry/kiln-registry/internal/testartifact"
+)
+
+// plain is the manifest of an adapter without documents, about a subject.
+func (s *server) plain(repo, seed string, subject identity.Digest, notes map[string]string) []byte {
+	s.t.Helper()
+	l := s.layer(repo, api.MediaTypeWeight, documents.AdapterWeightsFile, safetensors(seed))
+	return s.manifest(repo, []desc{l}, map[string]any{"annotations": notes,
+		"subject": desc{"mediaType": manifestType, "digest": subject.String(), "size": 1}})
+}
+
+// binding is what a manifest is bound to.
+func (s *server) binding(repo string, m []byte) api.Binding {
+	s.t.Helper()
+	b := get[api.Lineage](s, api.PathLineage(identity.Sum(m))+"?repo="+repo).Artifact.Binding
+	return api.Binding{Aggregate: b.Aggregate, Evidence: b.Evidence}
+}
+
+// What an artifact is made from is the same whether it or its base comes first, and in the order of the refs.
+func TestArtifactBeforeItsBase(t *testing.T) {
+	s := newServer(t)
+	agg, base := s.base("src/model", "v1", "m", "1")
+	body := s.want(200, "GET", api.PathManifest("src/model", "v1"), nil).body
+	s.want(202, "DELETE", api.PathManifest("src/model", base.String()), nil) // so that nobody has it
+	other, _ := s.base("src/other", "v1", "o", "2")
+	asserted := api.Binding{Aggregate: agg, Evidence: api.EvidenceAsserted}
+	s.layer("a", api.MediaTypeWeight, "m-0.safetensors", safetensors("1"))
+	s.made("a", "bare", "", s.checkpoint("a", "bare", 1), nil) // of another base, and no subject
+
+	var early [][]byte
+	for i := range 3 {
+		m := s.plain("a", fmt.Sprint("early", i), base, nil)
+		early = append(early, m)
+		if a := s.put("a", fmt.Sprint("early", i), m); a.status != 201 {
+			t.Fatal(a)
+		}
+		if got := s.binding("a", m); got != (api.Binding{Evidence: api.EvidenceNone}) {
+			t.Errorf("%+v", got)
+		}
+	}
+	says := s.plain("a", "says", base, map[string]string{api.AnnotationAggregate: other.String()})
+	signature := s.manifest("a", nil, map[string]any{"artifactType": "application/vnd.example.signature",
+		"subject": desc{"mediaType": manifestType, "digest": base.String(), "size": 1}})
+	for ref, m := range map[string][]byte{"says": says, "signature": signature} {
+		if a := s.put("a", ref, m); a.status != 201 {
+			t.Fatal(a)
+		}
+	}
+	s.want(202, "DELETE", api.PathManifest("a", identity.Sum(early[2]).String()), nil)
+	if a := s.put("a", "base", body); a.status != 201 {
+		t.Fatal(a)
+	}
+	for _, m := range early[:2] {
+		if got := s.binding("a", m); got != asserted {
+			t.Errorf("%+v", got)
+		}
+	}
+	s.want(404, "GET", api.PathManifest("a", identity.Sum(early[2]).String()), nil)
+	list := get[api.ArtifactList](s, api.PathArtifacts(agg)+"?repo=a&kind=adapter")
+	if len(list.Artifacts) != 2 || list.Artifacts[0].Tags[0] != "early1" || list.Artifacts[1].Tags[0] != "early0" {
+		t.Errorf("%+v", list.Artifacts)
+	}
+	want := s.export()
+	if s.reindexed("base after its artifacts") != want {
+		t.Error("it changed")
+	}
+	for range 2 { // the base comes again, and changes nothing; then it is gone, and nothing is forgotten
+		for _, m := range [][]byte{body, early[0], early[1]} {
+			if a := s.put("a", identity.Sum(m).String(), m); a.status != 201 {
+				t.Fatal(a)
+			}
+		}
+		if got := s.export(); got != want {
+			t.Errorf("it changed:\n%s\n---\n%s", want, got)
+		}
+		s.want(202, "DELETE", api.PathManifest("a", base.String()), nil)
+		want = s.export()
+		for _, m := range early[:2] {
+			if a := s.put("a", identity.Sum(m).String(), m); a.status != 201 || s.binding("a", m) != asserted {
+				t.Errorf("%v %+v", a, s.binding("a", m))
+			}
+		}
+		if got := s.export(); got != want || s.reindexed("base gone") != want {
+			t.Errorf("it changed:\n%s\n---\n%s", want, got)
+		}
+		if a := s.put("a", "base", body); a.status != 201 {
+			t.Fatal(a)
+		}
+		want = s.export()
+	}
+}
+
+// A caller who may push and not pull learns nothing of what is there: what he pushes stands for itself.
+func TestPushAloneTellsNothing(t *testing.T) {
+	s := newServer(t)
+	agg, base := s.base("team/model", "v1", "m", "1")
+	other, _ := s.base("team/other", "v1", "o", "2")
+	s.plain("team/model", "mine", base, nil) // so that its blobs are there
+	mine := s.plain("team/model", "mine", base, map[string]string{api.AnnotationAggregate: other.String()})
+	statement := func(of identity.Digest) []byte {
+		b, err := documents.Statement{Bind: &documents.Bind{Artifact: of, Aggregate: other}, Reason: "r", By: "b",
+			At: "2026-01-02T03:04:05Z"}.Document()
+		if err != nil {
+			t.Fatal(err)
+		}
+		return s.manifest("team/model", []desc{s.titled("team/model", "s.json", b)},
+			map[string]any{"artifactType": api.ArtifactTypeStatement})
+	}
+	bound := s.plain("team/model", "bound", base, nil)
+	if a := s.put("team/model", "bound", bound); a.status != 201 {
+		t.Fatal(a)
+	}
+	all := map[string][]byte{"annotation": mine, "of base": statement(base), "of adapter": statement(identity.Sum(bound))}
+	for name, m := range all {
+		if a := s.put("team/model", "x", m); a.status != 400 {
+			t.Errorf("%s: %v", name, a)
+		}
+	}
+	secrets := s.guard(map[string]string{"writer": "team/model push", "both": "team/model pull,push"})
+	for name, m := range all {
+		s.token = secrets["both"]
+		if a := s.put("team/model", "x", m); a.status != 400 {
+			t.Errorf("%s: %v", name, a)
+		}
+		s.token = secrets["writer"]
+		if a := s.put("team/model", "x", m); a.status != 201 || bytes.Contains(a.body, []byte(agg.String())) {
+			t.Errorf("%s: %v", name, a)
+		}
+	}
+	s.token = secrets["both"]
+	if got := s.binding("team/model", mine); got != (api.Binding{Aggregate: other, Evidence: api.EvidenceAsserted}) {
+		t.Errorf("%+v", got)
+	}
+	if got := s.binding("team/model", bound); got != (api.Binding{Aggregate: agg, Evidence: api.EvidenceAsserted}) {
+		t.Errorf("%+v", got)
+	}
+}
+
+// A derived-from statement is about bases: what is known to be none is no target, and a source only of a merge.
+func TestDerivedIsAboutBases(t *testing.T) {
+	s := newServer(t)
+	agg, base := s.base("team/model", "v1", "m", "1")
+	_, int4 := s.base("team/int4", "v1", "o", "2")
+	adapter := s.made("team/adapters", "a", "", []desc{s.layer("team/adapters", api.MediaTypeWeight,
+		documents.AdapterWeightsFile, safetensors("a"))}, nil)
+	gguf := s.made("team/gguf", "g", "", []desc{s.titled("team/gguf", "model.gguf", []byte("GGUF"))}, nil)
+	eval := s.made("team/evals", "e", api.ArtifactTypeEval, []desc{s.titled("team/evals", "e.json",
+		testartifact.Eval("e", "", nil))}, nil)
+	of := func(d identity.Digest) documents.Subject { return documents.Subject{Artifact: d} }
+	whole := documents.Subject{Aggregate: agg}
+	from := func(target identity.Digest, how documents.How, sources ...documents.Subject) documents.Derived {
+		return documents.Derived{Target: of(target), Sources: sources, How: how}
+	}
+	for name, c := range map[string]struct {
+		d    documents.Derived
+		good bool
+	}{
+		"base":              {from(int4, documents.Quantize, of(base)), true},
+		"of no kind":        {from(gguf, documents.Quantize, whole), true},
+		"nowhere":           {from(identity.Sum(nil), documents.Merge, whole), true},
+		"adapter merged in": {from(int4, documents.Merge, whole, of(adapter)), true},
+		"adapter":           {from(adapter, documents.Finetune, whole), false},
+		"of an adapter":     {from(int4, documents.Quantize, of(adapter)), false},
+		"of an eval":        {from(int4, documents.Merge, of(eval)), false},
+	} {
+		b, err := documents.Statement{Derived: &c.d, Reason: "r", By: "b", At: "2026-01-02T03:04:05Z"}.Document()
+		if err != nil {
+			t.Fatal(err)
+		}
+		m := s.manifest("team/statements", []desc{s.titled("team/statements", "s.json", b)},
+			map[string]any{"artifactType": api.ArtifactTypeStatement})
+		a := s.put("team/statements", "s", m)
+		if c.good && a.status != 201 || !c.good && (a.status != 400 || !strings.Contains(a.String(), "is of kind")) {
+			t.Errorf("%s: %v", name, a)
+		}
+	}
+}
