@@ -39,7 +39,7 @@ func modelOf(ts *testscript.TestScript, dir string) *identity.Manifest {
 }
 
 // writeMade writes an artifact that was made from the base in a folder, or from none where that is called none:
-// made peft|adapter|checkpoint|bare|receipt|eval|scores|manifest PATH BASE [SEED]
+// made peft|adapter|checkpoint|bare|receipt|eval|rows|scores|manifest PATH BASE [SEED]
 func writeMade(ts *testscript.TestScript, _ bool, args []string) {
 	path, base, seed := ts.MkAbs(args[1]), modelOf(ts, args[2]), byte(1)
 	if len(args) > 3 {
@@ -58,6 +58,8 @@ func writeMade(ts *testscript.TestScript, _ bool, args []string) {
 	case "eval":
 		id := strings.TrimSuffix(filepath.Base(path), ".json")
 		ts.Check(os.WriteFile(path, testartifact.Eval(id, "demo", base), 0o644))
+	case "rows":
+		ts.Check(os.WriteFile(path, testartifact.Row("1", base), 0o644))
 	case "scores":
 		ts.Check(os.WriteFile(path, scores(strings.TrimSuffix(filepath.Base(path), ".json"), base), 0o644))
 	case "manifest":

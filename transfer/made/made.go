@@ -50,7 +50,6 @@ func (a Artifact) Binding() documents.Binding { return a.Record.Binding }
 const (
 	checkedHere = "every file was read and hashed here, and the documents fit them"
 	checkedFar  = "no file but the documents was read: they were compared with the digests that the registry keeps"
-	checkedNone = "the documents were not read"
 )
 
 // KindOf says of what kind the artifact in a folder is, by the names of its files; empty: it may be a base, or nothing.
@@ -232,7 +231,7 @@ func (a *Artifact) parseCheckpoint(text get) error {
 	return nil
 }
 
-// parseEval reads an eval job or result. Outcome rows have no bound: of those only what the manifest says is known.
+// parseEval reads an eval job or result, or outcome rows. Each has at most documents.MaxEval bytes.
 func (a *Artifact) parseEval(names []string, text get) error {
 	const rows = ".jsonl"
 	names = slices.DeleteFunc(slices.Clone(names), func(name string) bool {
@@ -241,14 +240,13 @@ func (a *Artifact) parseEval(names []string, text get) error {
 	if len(names) != 1 {
 		return fmt.Errorf("it holds %d documents, an eval is one: %w", len(names), ErrNotMade)
 	}
-	if stem, ok := strings.CutSuffix(names[0], rows); ok {
-		a.Name, a.Checked = stem, checkedNone
-		a.Record.Binding = documents.Binding{Evidence: documents.EvidenceNone, Kind: documents.KindOutcomes, Path: "$"}
-		return nil
-	}
 	b, err := text(names[0], documents.MaxEval)
 	if err != nil {
 		return err
+	}
+	if stem, ok := strings.CutSuffix(names[0], rows); ok {
+		a.Name = stem
+		return a.parseRows(b)
 	}
 	e, err := documents.ParseEval(b)
 	if err != nil {
@@ -261,6 +259,24 @@ func (a *Artifact) parseEval(names []string, text get) error {
 	a.Record, a.Name = resume.MadeEval(e, run), e.ID
 	a.Legacy = a.Binding().Evidence != documents.EvidenceDocument
 	return nil
+}
+
+// parseRows reads outcome rows. Those of a folder were read before, and are not kept: of them there is no text.
+func (a *Artifact) parseRows(text []byte) error {
+	a.Record.Binding = documents.Binding{Evidence: documents.EvidenceNone, Kind: documents.KindOutcomes, Path: "$"}
+	if text == nil && a.Checked == checkedHere {
+		return nil
+	}
+	rows, err := documents.ParseOutcomes(text)
+	if err != nil {
+		return err
+	}
+	a.Legacy = rows.Unbound > 0
+	b, err := documents.Join(rows.Bases()...)
+	if err == nil && !b.Aggregate.IsZero() {
+		a.Record.Binding = b
+	}
+	return err
 }
 
 // Aggregate is the base that a says it was made from; zero: it does not record one.
