@@ -487,3 +487,20 @@ func (ix *Index) Note(ctx context.Context, name string) (value []byte, err error
 	})
 	return value, err
 }
+
+// ManifestPart copies to p what the manifest d of some repository has from off on, and returns how much that is. It is
+// for those who got the manifest before and do not hold all of it in memory: its bytes are not compared with d. ErrNotFound
+// if it is gone.
+func (ix *Index) ManifestPart(ctx context.Context, d identity.Digest, off int, p []byte) (n int, err error) {
+	err = ix.view(ctx, func(t tx) error {
+		b, err := t.load(contentKey(d, partBytes))
+		if err == nil && len(b) < off {
+			err = fmt.Errorf("bytes of manifest %s: %w", d, ErrNotFound)
+		}
+		if err == nil {
+			n = copy(p, b[off:])
+		}
+		return err
+	})
+	return n, err
+}

@@ -3,6 +3,7 @@ package registry_test
 import (
 	"bufio"
 	"bytes"
+	"errors"
 	"fmt"
 	"io"
 	"net"
@@ -10,10 +11,14 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"sync"
+	"syscall"
 	"testing"
+	"time"
 
 	"github.com/kiln-registry/kiln-registry/api"
 	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/registry"
 )
 
 const indexType = "application/vnd.oci.image.index.v1+json"
@@ -205,4 +210,145 @@ func (s *server) stream(method, path, body string, header ...string) answer {
 		req.Header.Set(header[i], header[i+1])
 	}
 	return s.send(req)
+}
+
+// slowly connects with a small receive buffer, sends the head of a GET and returns the connection.
+func (s *server) slowly(path string) net.Conn {
+	s.t.Helper()
+	d := net.Dialer{Control: func(_, _ string, c syscall.RawConn) (err error) {
+		e := c.Control(func(fd uintptr) { err = syscall.SetsockoptInt(int(fd), syscall.SOL_SOCKET, syscall.SO_RCVBUF, 8<<10) })
+		return errors.Join(e, err)
+	}}
+	c, err := d.Dial("tcp", strings.TrimPrefix(s.http.URL, "http://"))
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	s.t.Cleanup(func() { c.Close() })
+	fmt.Fprintf(c, "GET %s HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", path)
+	return c
+}
+
+// A client that takes an answer slowly, but goes on taking, gets all of it, however long that takes: of a file, of one
+// that is verified on its way, and of a manifest.
+func TestSlowReaders(t *testing.T) {
+	for _, verify := range []bool{false, true} {
+		t.Run(fmt.Sprint("verify ", verify), func(t *testing.T) {
+			s := newServer(t)
+			s.stop()
+			s.idle = 300 * time.Millisecond
+			s.with = func(c *registry.Config) { c.VerifyReads = verify }
+			s.start()
+			m := s.manifest("a", nil, map[string]any{"x": strings.Repeat("y", 4<<20-1000)})
+			if a := s.put("a", "v1", m); a.status != 201 {
+				t.Fatal(a)
+			}
+			d := s.blob("a", bytes.Repeat([]byte("0123456789abcdef"), 1<<18))
+			var readers sync.WaitGroup
+			for path, want := range map[string]identity.Digest{
+				api.PathBlob("a", d): d, api.PathManifest("a", "v1"): identity.Sum(m),
+			} {
+				c := s.slowly(path)
+				readers.Go(func() {
+					pace := time.NewTicker(s.idle / 15)
+					defer pace.Stop()
+					paced := readerFunc(func(b []byte) (int, error) {
+						<-pace.C
+						return io.ReadFull(c, b[:min(len(b), 32<<10)])
+					})
+					res, err := http.ReadResponse(bufio.NewReaderSize(paced, 32<<10), nil)
+					if err != nil {
+						t.Error(err)
+						return
+					}
+					b, err := io.ReadAll(res.Body)
+					if err != nil || identity.Sum(b) != want {
+						t.Errorf("%s: %d bytes, %v", path, len(b), err)
+					}
+				})
+			}
+			readers.Wait()
+		})
+	}
+}
+
+type readerFunc func([]byte) (int, error)
+
+func (f readerFunc) Read(b []byte) (int, error) {
+	n, err := f(b)
+	if err == io.ErrUnexpectedEOF {
+		err = nil // the next one is the end
+	}
+	return n, err
+}
+
+// Large manifests that are sent at a trickle take no more than their share of memory. Small ones do not wait for them,
+// and a large one only until the others have had theirs for the idle time.
+func TestSlowManifests(t *testing.T) {
+	s := newServer(t)
+	s.stop()
+	s.idle = 2 * time.Second
+	s.start()
+	large := s.manifest("a", nil, map[string]any{"x": strings.Repeat("y", 4<<20-1000)})
+	pace := time.NewTicker(s.idle / 10)
+	defer pace.Stop()
+	var slow []net.Conn
+	for range 20 { // four of them wait
+		c := s.half("PUT", api.PathManifest("a", "slow"), 4<<20, large[:1<<10])
+		defer c.Close()
+		slow = append(slow, c)
+	}
+	trickle := func() {
+		<-pace.C
+		for _, c := range slow {
+			c.Write([]byte("y")) // an error is that it was cut off
+		}
+	}
+	for range 5 {
+		trickle()
+	}
+	began := time.Now()
+	small := s.manifest("a", nil, nil)
+	if a := s.put("a", "small", small); a.status != 201 {
+		t.Fatal(a)
+	}
+	if took := time.Since(began); took > s.idle/2 {
+		t.Errorf("a small manifest waited for %v", took)
+	}
+	done := make(chan answer, 1)
+	go func() { done <- s.put("a", "large", large) }()
+	for len(done) == 0 {
+		trickle()
+	}
+	if a := <-done; a.status != 201 {
+		t.Fatal(a)
+	}
+}
+
+// A document of any length arrives whole, whether its length is announced or not, and one that is too long is refused.
+func TestLengthsOfDocuments(t *testing.T) {
+	s := newServer(t)
+	const most = api.MaxManifestBytes
+	for _, size := range []int{300, 64<<10 - 1, 64 << 10, 64<<10 + 1, 128 << 10, 128<<10 + 1, 300_000, most, most + 1} {
+		m := s.manifest("a", nil, map[string]any{"x": ""})
+		m = s.manifest("a", nil, map[string]any{"x": strings.Repeat("y", max(size-len(m), 0))})
+		want := 201
+		if size > most {
+			want = 413
+		}
+		a := s.put("a", "v1", m)
+		b := s.stream("PUT", api.PathManifest("a", "v2"), string(m), "Content-Type", manifestType)
+		if a.status != want || b.status != want {
+			t.Fatalf("%d bytes: %v, %v", size, a, b)
+		}
+		if want != 201 {
+			continue
+		}
+		for _, tag := range []string{"v1", "v2"} {
+			a := s.want(200, "GET", api.PathManifest("a", tag), nil)
+			h := s.want(200, "HEAD", api.PathManifest("a", tag), nil)
+			if !bytes.Equal(a.body, m) || h.header.Get("Content-Length") != fmt.Sprint(len(m)) || len(h.body) != 0 {
+				t.Errorf("%d bytes came back as %d: %v", len(m), len(a.body), h)
+			}
+		}
+	}
 }

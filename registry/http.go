@@ -3,7 +3,6 @@ package registry
 import (
 	"cmp"
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -27,6 +26,7 @@ import (
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/index"
 	"github.com/kiln-registry/kiln-registry/registry/access"
+	"github.com/kiln-registry/kiln-registry/registry/bounds"
 )
 
 // handler parses a request, calls one operation, and writes its outcome.
@@ -62,20 +62,20 @@ var routes = []route{
 	{"DELETE", "/v2/{name:.+}/blobs/uploads/{id}", access.Push, (*Registry).deleteUpload},
 	{"GET HEAD", "/v2/{name:.+}/blobs/{digest}", access.Pull, (*Registry).getBlob},
 	{"DELETE", "/v2/{name:.+}/blobs/{digest}", access.Delete, (*Registry).deleteBlob},
-	{"GET HEAD", "/v2/{name:.+}/manifests/{ref}", access.Pull, (*Registry).getManifest},
+	{"GET HEAD", "/v2/{name:.+}/manifests/{ref}", access.Pull, made((*Registry).getManifest)},
 	{"PUT", "/v2/{name:.+}/manifests/{ref}", access.Push, (*Registry).putManifest},
 	{"DELETE", "/v2/{name:.+}/manifests/{ref}", access.Delete, (*Registry).deleteManifest},
-	{"GET HEAD", "/v2/{name:.+}/tags/list", access.Pull, (*Registry).getTags},
-	{"GET HEAD", "/v2/{name:.+}/referrers/{digest}", access.Pull, (*Registry).getReferrers},
+	{"GET HEAD", "/v2/{name:.+}/tags/list", access.Pull, made((*Registry).getTags)},
+	{"GET HEAD", "/v2/{name:.+}/referrers/{digest}", access.Pull, made((*Registry).getReferrers)},
 
 	{"GET HEAD", "/v1/openapi.yaml", access.Pull, (*Registry).getOpenAPI},
-	{"GET HEAD", "/v1/bases", access.Pull, (*Registry).getBases},
-	{"GET HEAD", "/v1/bases/{aggregate}", access.Pull, (*Registry).getBase},
-	{"GET HEAD", "/v1/bases/{aggregate}/manifest", access.Pull, (*Registry).getBaseManifest},
-	{"GET HEAD", "/v1/bases/{aggregate}/artifacts", access.Pull, (*Registry).getArtifacts},
+	{"GET HEAD", "/v1/bases", access.Pull, made((*Registry).getBases)},
+	{"GET HEAD", "/v1/bases/{aggregate}", access.Pull, made((*Registry).getBase)},
+	{"GET HEAD", "/v1/bases/{aggregate}/manifest", access.Pull, made((*Registry).getBaseManifest)},
+	{"GET HEAD", "/v1/bases/{aggregate}/artifacts", access.Pull, made((*Registry).getArtifacts)},
 	{"GET HEAD", "/v1/bases/{aggregate}/evals.jsonl", access.Pull, (*Registry).getEvals},
-	{"GET HEAD", "/v1/artifacts", access.Pull, (*Registry).getUnbound},
-	{"GET HEAD", "/v1/artifacts/{digest}/lineage", access.Pull, (*Registry).getLineage},
+	{"GET HEAD", "/v1/artifacts", access.Pull, made((*Registry).getUnbound)},
+	{"GET HEAD", "/v1/artifacts/{digest}/lineage", access.Pull, made((*Registry).getLineage)},
 	{"POST", "/v1/compare", access.Pull, (*Registry).postCompare},
 	{"POST", "/v1/compatibility", access.Pull, (*Registry).postCompatibility},
 }
@@ -130,8 +130,10 @@ type request struct {
 	id     string
 	caller access.Caller
 	idle   time.Duration
-	body   *progressReader
+	body   *bounds.Body
 	query  url.Values // of the URL, once values has read it
+	memory *memory
+	loans  []*bounds.Loan // to return when the request has been answered
 }
 
 // values returns the query of the URL. It must not be changed.
@@ -151,11 +153,13 @@ func (r *Registry) serve(rt route) http.HandlerFunc {
 		r.traffic.running.Add(1)
 		defer r.traffic.running.Add(-1)
 		w := &response{ResponseWriter: hw, control: http.NewResponseController(hw), idle: r.idle, sent: &r.traffic.sent}
-		q := &request{Request: hr, id: requestID(hr.Header.Get(api.HeaderRequestID)), idle: r.idle}
-		q.body = &progressReader{r: hr.Body, control: w.control, idle: r.idle, received: &r.traffic.received}
+		w.taken = func() (uint64, bool) { return bounds.Taken(hr.Context()) }
+		q := &request{Request: hr, id: requestID(hr.Header.Get(api.HeaderRequestID)), idle: r.idle, memory: r.memory}
+		q.body = &bounds.Body{From: hr.Body, Control: w.control, Idle: r.idle, Received: &r.traffic.received}
+		defer q.giveBack()
 		w.Header().Set(api.HeaderRequestID, q.id)
 		ended := func(err error) {
-			did := Served{template, q.Method, w.status, q.body.n, w.n, time.Since(began), err}
+			did := Served{template, q.Method, w.status, q.body.N, w.n, time.Since(began), err}
 			r.record(q, did)
 			if r.observe != nil {
 				r.observe(did)
@@ -163,6 +167,7 @@ func (r *Registry) serve(rt route) http.HandlerFunc {
 		}
 		defer func() {
 			if p := recover(); p != nil {
+				w.watchEnds()
 				ended(panicked(p))
 				panic(http.ErrAbortHandler) // which breaks the connection off and says nothing more
 			}
@@ -173,7 +178,7 @@ func (r *Registry) serve(rt route) http.HandlerFunc {
 			err = r.refuseChange(rt, w, q)
 		}
 		if err == nil {
-			err = rt.handle(r, w, q)
+			err = cmp.Or(rt.handle(r, w, q), w.end())
 		}
 		if resets != r.resets.Load() && isUnknown(err) {
 			err = errNotLevel // it was perhaps looked for in an index that had just been emptied
@@ -415,50 +420,12 @@ func (q *request) number(name string, def, most int) (int, error) {
 	return int(min(n, uint64(most))), nil
 }
 
-// document reads the body of at most limit bytes.
-func (q *request) document(limit int64) ([]byte, error) {
-	if q.ContentLength > limit {
-		// Many clients look for an answer only once they have sent the body.
-		_, _ = io.CopyN(io.Discard, q.body, min(q.ContentLength, 4*limit))
-		return nil, api.Errorf(api.CodeContentTooLarge, "body has %d bytes, at most %d are taken", q.ContentLength, limit)
-	}
-	b, err := io.ReadAll(io.LimitReader(q.body, limit+1))
-	if err != nil {
-		return nil, api.Errorf(api.CodeParameterInvalid, "read body: %v", err)
-	}
-	if int64(len(b)) > limit {
-		return nil, api.Errorf(api.CodeContentTooLarge, "body has more than %d bytes", limit)
-	}
-	return b, nil
-}
-
-// progressReader reads a request's body and gives the client another idle period before each read.
-type progressReader struct {
-	r        io.Reader
-	control  *http.ResponseController
-	idle     time.Duration
-	received *atomic.Int64 // over all requests
-	n        int64
-	err      error // the last one, unless it was the end
-}
-
-func (p *progressReader) Read(b []byte) (int, error) {
-	_ = p.control.SetReadDeadline(time.Now().Add(p.idle)) // not every ResponseWriter has deadlines
-	n, err := p.r.Read(b)
-	p.n += int64(n)
-	p.received.Add(int64(n))
-	if err != nil && err != io.EOF {
-		p.err = err
-	}
-	return n, err
-}
-
-// window is how much of a blob is given to the connection at a time: a client that takes less than this in an idle
-// period is cut off. The kernel sends a window without copying it.
+// window is how much of a blob is given to the connection at a time. The kernel sends a window without copying it.
 const window = 1 << 20
 
-// response is the writer of an answer. It gives the client another idle period with each piece, and keeps the
-// io.ReaderFrom of the connection usable, so that files are sent by the kernel.
+// response is the writer of an answer. It gives the client another idle period with each piece, and, where it can be
+// seen, whenever the client took anything of one. It keeps the io.ReaderFrom of the connection usable, so that files are
+// sent by the kernel.
 type response struct {
 	http.ResponseWriter
 	control *http.ResponseController
@@ -468,6 +435,12 @@ type response struct {
 	n       int64
 
 	extended time.Time // when extend last moved the deadline
+
+	taken   func() (n uint64, known bool) // what the client took of this connection; nil: nobody knows
+	unwatch func()                        // not nil while it is watched what the client takes
+	loan    *bounds.Loan                  // for what is sent from memory
+	overdue atomic.Bool                   // the client is cut off
+	leave   func()                        // not nil while the answer is being made: frees its place
 }
 
 // extends is the part of an idle period for which extend leaves the deadline as it is: to move it costs more than to look
@@ -479,14 +452,53 @@ func (w *response) Unwrap() http.ResponseWriter { return w.ResponseWriter }
 
 func (w *response) extend() {
 	now := time.Now()
-	if now.Sub(w.extended) < w.idle/extends {
+	if now.Sub(w.extended) < w.idle/extends || w.overdue.Load() {
 		return
 	}
 	w.extended = now
 	_ = w.control.SetWriteDeadline(now.Add(w.idle)) // not every ResponseWriter has deadlines
 }
 
+// unwatched is how much may be written at once without watching: connections take that at once, or nearly so.
+const unwatched = 32 << 10
+
+// watch begins to look several times in an idle period what the client took. A piece may be on its way for much longer:
+// what counts is that the client takes something of it.
+func (w *response) watch() {
+	if w.unwatch != nil || w.taken == nil {
+		return
+	}
+	last := uint64(0)
+	w.unwatch = bounds.Watch(w.idle/8, func() {
+		if w.loan.Overdue(w.idle) {
+			w.overdue.Store(true)
+			_ = w.control.SetWriteDeadline(time.Unix(1, 0))
+		} else if n, known := w.taken(); known && n > last {
+			last = n
+			_ = w.control.SetWriteDeadline(time.Now().Add(w.idle))
+		}
+	})
+}
+
+// end sends what is still buffered of an answer that is watched, and watches it no more.
+func (w *response) end() (err error) {
+	if w.unwatch != nil {
+		w.extend()
+		err = w.control.Flush()
+	}
+	w.watchEnds()
+	return err
+}
+
+func (w *response) watchEnds() {
+	if w.unwatch != nil {
+		w.unwatch()
+		w.unwatch = nil
+	}
+}
+
 func (w *response) WriteHeader(status int) {
+	w.leavePlace()
 	w.status = status
 	w.extend()
 	w.ResponseWriter.WriteHeader(status)
@@ -497,6 +509,9 @@ func (w *response) Write(b []byte) (int, error) {
 		w.WriteHeader(http.StatusOK)
 	}
 	w.extend()
+	if len(b) > unwatched {
+		w.watch()
+	}
 	n, err := w.ResponseWriter.Write(b)
 	w.n += int64(n)
 	w.sent.Add(int64(n))
@@ -511,6 +526,9 @@ func (w *response) ReadFrom(src io.Reader) (total int64, err error) {
 	if !ok || !isLimited {
 		return io.Copy(struct{ io.Writer }{w}, src)
 	}
+	if limited.N > unwatched {
+		w.watch()
+	}
 	for limited.N > 0 {
 		part := io.LimitedReader{R: limited.R, N: min(limited.N, window)}
 		w.extend()
@@ -524,34 +542,6 @@ func (w *response) ReadFrom(src io.Reader) (total int64, err error) {
 		}
 	}
 	return total, nil
-}
-
-// json answers with a document.
-func (w *response) json(q *request, status int, v any) error {
-	b, err := json.Marshal(v)
-	if err != nil {
-		return fmt.Errorf("encode answer: %w", err)
-	}
-	return w.bytes(q, status, "application/json", append(b, '\n'))
-}
-
-// bytes answers with a document as it is; a HEAD gets its length only.
-func (w *response) bytes(q *request, status int, contentType string, b []byte) error {
-	h := w.Header()
-	h.Set("Content-Type", contentType)
-	h.Set("X-Content-Type-Options", "nosniff")
-	h.Set("Content-Length", strconv.Itoa(len(b)))
-	w.WriteHeader(status)
-	if q.Method == http.MethodHead {
-		return nil
-	}
-	_, err := w.Write(b)
-	return err
-}
-
-// next adds the link to the next page of a listing.
-func (w *response) next(path string, query url.Values) {
-	w.Header().Set("Link", fmt.Sprintf("<%s?%s>; rel=\"next\"", path, query.Encode()))
 }
 
 func (r *Registry) getPing(w *response, q *request) error {

@@ -1,10 +1,16 @@
 package registry
 
 import (
+	"bytes"
+	"cmp"
 	"context"
 	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
 	"net/http"
 	"net/url"
+	"runtime"
 	"strconv"
 
 	"github.com/opencontainers/go-digest"
@@ -15,6 +21,7 @@ import (
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/index"
 	"github.com/kiln-registry/kiln-registry/registry/access"
+	"github.com/kiln-registry/kiln-registry/registry/bounds"
 )
 
 const (
@@ -146,4 +153,203 @@ func (r *Registry) getReferrers(w *response, q *request) error {
 		return err
 	}
 	return w.bytes(q, http.StatusOK, v1.MediaTypeImageIndex, b)
+}
+
+// json answers with a document.
+func (w *response) json(q *request, status int, v any) error {
+	b, err := json.Marshal(v)
+	if err != nil {
+		return fmt.Errorf("encode answer: %w", err)
+	}
+	return w.bytes(q, status, "application/json", append(b, '\n'))
+}
+
+// bytes answers with a document as it is; a HEAD gets its length only.
+func (w *response) bytes(q *request, status int, contentType string, b []byte) error {
+	w.describe(contentType, len(b))
+	if q.Method == http.MethodHead {
+		w.WriteHeader(status)
+		return nil
+	}
+	if len(b) > smallDocument {
+		if w.loan = q.memory.answers.Try(int64(len(b))); w.loan == nil {
+			return errMuch // to wait would take the memory already
+		}
+		q.loans = append(q.loans, w.loan)
+	}
+	w.WriteHeader(status)
+	_, err := w.Write(b)
+	return err
+}
+
+// describe sets the headers of a document of n bytes.
+func (w *response) describe(contentType string, n int) {
+	h := w.Header()
+	h.Set("Content-Type", contentType)
+	h.Set("X-Content-Type-Options", "nosniff")
+	h.Set("Content-Length", strconv.Itoa(n))
+}
+
+// next adds the link to the next page of a listing.
+func (w *response) next(path string, query url.Values) {
+	w.Header().Set("Link", fmt.Sprintf("<%s?%s>; rel=\"next\"", path, query.Encode()))
+}
+
+// memory is what all requests together may hold in memory of documents that are not small, and of answers that are
+// being made.
+type memory struct {
+	bodies  *bounds.Budget // documents on their way here
+	parsed  *bounds.Budget // what documents become when they are read
+	answers *bounds.Budget // answers on their way to clients
+	places  chan struct{}  // each is an answer that is being made
+}
+
+const (
+	// smallDocument is the size in bytes up to which a document takes nothing of a budget.
+	smallDocument = 64 << 10
+	// budget is the size in bytes of a budget.
+	budget = 64 << 20
+	// parsedSize is by how much more a document takes that was parsed than its bytes: so much in the worst case.
+	parsedSize = 8
+	// minPlaces is how many answers may be made at once where there are few processors. It takes no waiting for others.
+	minPlaces = 4
+)
+
+func newMemory() *memory {
+	return &memory{
+		bodies: bounds.NewBudget(budget), parsed: bounds.NewBudget(budget), answers: bounds.NewBudget(2 * budget),
+		places: make(chan struct{}, max(minPlaces, runtime.GOMAXPROCS(0))),
+	}
+}
+
+// errMuch: the memory for documents is taken.
+var errMuch = api.Errorf(api.CodeUnavailable, "many large documents are on their way; try again soon")
+
+// borrow takes n bytes of a budget until the request has been answered. It waits for them for the idle time.
+func (q *request) borrow(b *bounds.Budget, n int64) (*bounds.Loan, error) {
+	ctx, cancel := context.WithTimeout(q.Context(), q.idle)
+	defer cancel()
+	l, err := b.Take(ctx, n)
+	if err != nil {
+		return nil, cmp.Or(q.Context().Err(), error(errMuch))
+	}
+	q.loans = append(q.loans, l)
+	return l, nil
+}
+
+// giveBack returns what was borrowed.
+func (q *request) giveBack() {
+	for _, l := range q.loans {
+		l.Return()
+	}
+	q.loans = nil
+}
+
+// document reads the body of at most limit bytes. What a large one takes of memory, also when it is parsed, is the
+// request's until it has been answered.
+func (q *request) document(limit int64) ([]byte, error) {
+	if q.ContentLength > limit {
+		// Many clients look for an answer only once they have sent the body.
+		_, _ = io.CopyN(io.Discard, q.body, min(q.ContentLength, 4*limit))
+		return nil, api.Errorf(api.CodeContentTooLarge, "body has %d bytes, at most %d are taken", q.ContentLength, limit)
+	}
+	b, err := q.read(limit)
+	switch {
+	case errors.Is(err, errMuch):
+		_, _ = io.CopyN(io.Discard, q.body, limit)
+		return nil, err
+	case errors.Is(err, bounds.ErrOverdue):
+		return nil, errMuch
+	case err != nil:
+		return nil, api.Errorf(api.CodeParameterInvalid, "read body: %v", err)
+	case int64(len(b)) > limit:
+		return nil, api.Errorf(api.CodeContentTooLarge, "body has more than %d bytes", limit)
+	case len(b) > smallDocument:
+		_, err = q.borrow(q.memory.parsed, parsedSize*int64(len(b)))
+	}
+	return b, err
+}
+
+// read reads the body, or the first limit + 1 bytes of a longer one.
+func (q *request) read(limit int64) (_ []byte, err error) {
+	var b bytes.Buffer
+	size := q.ContentLength
+	if size < 0 || size > smallDocument {
+		if size < 0 { // it is not known, and may be small
+			if _, err := io.CopyN(&b, q.body, smallDocument); err != nil {
+				return b.Bytes(), ended(err)
+			}
+			size = limit
+		}
+		if q.body.Held, err = q.borrow(q.memory.bodies, size); err != nil {
+			return nil, err
+		}
+	}
+	b.Grow(int(size) - b.Len() + bytes.MinRead)
+	_, err = b.ReadFrom(io.LimitReader(q.body, limit+1-int64(b.Len())))
+	return b.Bytes(), err
+}
+
+// ended is nil for the end of a body.
+func ended(err error) error {
+	if err == io.EOF {
+		return nil
+	}
+	return err
+}
+
+// made lets a handler make its answer when one of the places is free, which it leaves with the first byte of the answer.
+func made(h handler) handler {
+	return func(r *Registry, w *response, q *request) error {
+		select {
+		case q.memory.places <- struct{}{}:
+		case <-q.Context().Done():
+			return q.Context().Err()
+		}
+		w.leave = func() { <-q.memory.places }
+		defer w.leavePlace()
+		return h(r, w, q)
+	}
+}
+
+// leavePlace says that the answer has been made.
+func (w *response) leavePlace() {
+	if w.leave != nil {
+		w.leave()
+		w.leave = nil
+	}
+}
+
+// manifestPiece is how much of a large manifest is held in memory while it is sent.
+const manifestPiece = 128 << 10
+
+// sendManifest answers with a manifest of size bytes, of which b are the first. Of a large one, what the client has still
+// to take is not held in memory.
+func (r *Registry) sendManifest(w *response, q *request, rec index.Record, b []byte, size int) error {
+	w.describe(rec.MediaType, size)
+	if q.Method == http.MethodHead {
+		w.WriteHeader(http.StatusOK)
+		return nil
+	}
+	for rest := size; ; {
+		n, err := w.Write(b)
+		if rest -= n; err != nil || rest == 0 {
+			return err
+		}
+		n, err = r.ix.ManifestPart(q.Context(), rec.Digest, size-rest, b)
+		if b = b[:n]; err != nil {
+			return err
+		}
+		if n == 0 {
+			return fmt.Errorf("%w: manifest %s ends %d bytes early", index.ErrDamaged, rec.Digest, rest)
+		}
+	}
+}
+
+// beginning returns the first bytes of a manifest, of which b is all, so many as are to be held in memory at a time.
+func beginning(b []byte) []byte {
+	if len(b) <= manifestPiece {
+		return b
+	}
+	return bytes.Clone(b[:manifestPiece])
 }

@@ -81,6 +81,7 @@ type Registry struct {
 	now     func() time.Time
 	idle    time.Duration
 	router  http.Handler
+	memory  *memory
 
 	readOnly bool
 	observe  func(Served)
@@ -128,7 +129,7 @@ func New(c Config) (*Registry, error) {
 	}
 	r := &Registry{
 		store: c.Store, refs: c.Refs, uploads: c.Uploads, ix: c.Index, access: c.Access, log: c.Log,
-		version: c.Version, now: c.Clock, idle: c.IdleTimeout, large: make(chan struct{}, 1),
+		version: c.Version, now: c.Clock, idle: c.IdleTimeout, large: make(chan struct{}, 1), memory: newMemory(),
 		readOnly: c.ReadOnly, observe: c.Observe, metrics: c.Metrics, immutable: c.Immutable,
 	}
 	if r.now == nil {

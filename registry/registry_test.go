@@ -24,6 +24,7 @@ import (
 	"github.com/kiln-registry/kiln-registry/internal/durable"
 	"github.com/kiln-registry/kiln-registry/registry"
 	"github.com/kiln-registry/kiln-registry/registry/access"
+	"github.com/kiln-registry/kiln-registry/registry/bounds"
 )
 
 // wire makes the requests of the tests. The default client's connections are closed by every httptest.Server that is.
@@ -92,13 +93,15 @@ func (s *server) start() {
 		s.t.Fatal(err)
 	}
 	s.ended = make(chan struct{}, 1000)
-	s.http = httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+	s.http = httptest.NewUnstartedServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		s.reg.ServeHTTP(w, r)
 		select {
 		case s.ended <- struct{}{}:
 		default:
 		}
 	}))
+	s.http.Config.ConnContext = bounds.WithConn
+	s.http.Start()
 }
 
 func (s *server) stop() {

@@ -475,8 +475,8 @@ func (w *response) place(repo, id string, n int64) {
 // a body that broke off is the client's failure.
 func (w *response) notAppended(q *request, repo, id string, n int64, err error) error {
 	switch {
-	case q.body.err != nil:
-		return api.Errorf(api.CodeBlobUploadInvalid, "body broke off, %d bytes of the upload are kept: %v", n, q.body.err)
+	case q.body.Err != nil:
+		return api.Errorf(api.CodeBlobUploadInvalid, "body broke off, %d bytes of the upload are kept: %v", n, q.body.Err)
 	case errors.Is(asAPI(err), api.ErrRangeInvalid):
 		w.place(repo, id, n)
 	}

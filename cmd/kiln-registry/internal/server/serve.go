@@ -26,6 +26,7 @@ import (
 	"github.com/kiln-registry/kiln-registry/internal/cli"
 	"github.com/kiln-registry/kiln-registry/registry"
 	"github.com/kiln-registry/kiln-registry/registry/access"
+	"github.com/kiln-registry/kiln-registry/registry/bounds"
 )
 
 const (
@@ -287,6 +288,7 @@ func newServer(h http.Handler, log *slog.Logger) *http.Server {
 	protocols.SetHTTP1(true)
 	return &http.Server{
 		Handler:           h,
+		ConnContext:       bounds.WithConn,
 		Protocols:         protocols,
 		TLSConfig:         &tls.Config{MinVersion: tls.VersionTLS12},
 		ReadHeaderTimeout: headerTimeout,
