@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"os"
 
+	"github.com/kiln-registry/kiln-registry/api"
 	"github.com/kiln-registry/kiln-registry/api/client"
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/identity/documents"
@@ -20,6 +21,7 @@ type Base struct {
 	Subject   transfer.Subject   // the manifest that was named; zero: none was
 	Name      string             // as it was given
 	Ref       client.Reference   // zero: it was not given as one
+	Kind      api.Kind           // of what Ref names; empty: not known
 }
 
 // option is how a base that was named shows in messages.
@@ -107,7 +109,7 @@ func findReference(ctx context.Context, text string, dial transfer.Dial) (b Base
 	if err != nil {
 		return b, nil, err
 	}
-	b = Base{Aggregate: plan.Aggregate, Name: text, Ref: ref}
+	b = Base{Aggregate: plan.Aggregate, Name: text, Ref: ref, Kind: plan.Kind}
 	if plan.NoBase == nil {
 		b.Manifest = &plan.Base
 	}

@@ -50,12 +50,19 @@ func Bind(f Found, base Base, w Words) (*Artifact, error) {
 
 // Derive is the statement that target was made from sources, for the repository of into. Where target was named by a
 // reference to the same repository, its manifest is the subject. tool may be empty. A statement that breaks a rule is a
-// *documents.Error; a target that is a source too is an *Error.
+// *documents.Error; a target that is a source too, and what is known to be no base, is an *Error. An adapter or a
+// checkpoint may be a source of a merge.
 func Derive(target Base, sources []Base, how documents.How, tool string, into client.Reference, w Words) (
 	*Artifact, error,
 ) {
 	d := documents.Derived{Target: target.document(), How: how, Tool: tool}
+	if err := target.checkBase(false); err != nil {
+		return nil, err
+	}
 	for _, s := range sources {
+		if err := s.checkBase(how == documents.Merge); err != nil {
+			return nil, err
+		}
 		if s.document() == d.Target {
 			return nil, &Error{Code: CodeSameBase, Msg: fmt.Sprintf("%s and %s are the same: %s", target.Name, s.Name, d.Target),
 				Hint: "a copy under other names is not derived: it has the same aggregate"}
@@ -76,6 +83,20 @@ func Derive(target Base, sources []Base, how documents.How, tool string, into cl
 		}
 	}
 	return a, nil
+}
+
+// checkBase refuses what is known to be no base. merged says that it may have been merged into one.
+func (b Base) checkBase(merged bool) error {
+	switch b.Kind {
+	case "", api.KindBase:
+		return nil
+	case api.KindAdapter, api.KindCheckpoint:
+		if merged {
+			return nil
+		}
+	}
+	return &Error{Code: CodeNoBase, Msg: fmt.Sprintf("%s is of kind %s", b.Name, b.Kind),
+		Hint: "a derived-from statement says from what a base was made: an adapter names its base when it is pushed"}
 }
 
 // document is how a statement names b.
