@@ -110,10 +110,11 @@ type Lack struct {
 	Why string // what is not there, or does not read back
 }
 
-// Lacks compares the index with changes that it should know. It returns those of which neither they themselves nor a later
-// one of the same name is there, and those of a manifest or tag, as it stands, of which a row is missing that goes with
-// it. Of a PutManifest it needs repository, digest, number, Refers and Lists. Ops without a number, and changes with a
-// repository, tag or number that Apply refuses, are left out. It reads in one transaction: ask for some hundred at a time.
+// Lacks compares the index with changes that it should know. It returns those of which neither they themselves nor a
+// later one of the same name is there, and those of a manifest or tag, as it stands, of which a row is missing that
+// goes with it. Of a PutManifest it needs repository, digest, number, Refers and Lists. Ops without a number, and
+// changes with a repository, tag or number that Apply refuses, are left out. It reads in one transaction: ask for
+// some hundred at a time.
 func (ix *Index) Lacks(ctx context.Context, ops ...Op) (lacking []Lack, err error) {
 	err = ix.view(ctx, func(t tx) error {
 		lacking = nil

@@ -52,10 +52,10 @@ func takeSnapshot(f *os.File) (snapshot, error) {
 	return snapshot{m, info.Size()}, err
 }
 
-// check reads a bbolt file and says whether every page that is in use is sound: it is where it says it is, its elements
-// lie within it, one behind another, and in order, no page is used twice or both used and free. bbolt itself checks while it goes, by panics
-// and on mapped memory, or not at all: a page that is in use and on the freelist is overwritten later. It gives up when
-// ctx ends.
+// check reads a bbolt file and says whether every page that is in use is sound: it is where it says it is, its
+// elements lie within it, one behind another, and in order, no page is used twice or both used and free. bbolt itself
+// checks while it goes, by panics and on mapped memory, or not at all: a page that is in use and on the freelist is
+// overwritten later. It gives up when ctx ends.
 func (s snapshot) check(ctx context.Context, f io.ReaderAt) error {
 	c := &checker{ctx: ctx, file: f, pageSize: int64(s.pageSize), pages: s.pages, written: s.txn > 1}
 	if s.pages > uint64(s.size/c.pageSize) {

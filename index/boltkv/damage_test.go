@@ -146,8 +146,8 @@ func sameKey(a, b string) bool {
 	return a == b
 }
 
-// TestCounts: one bit of the count of a page in use, or of a size or place of one of its elements, is found when the file
-// is opened. The rows that would be gone by it are not to be taken for absent.
+// TestCounts: one bit of the count of a page in use, or of a size or place of one of its elements, is found when the
+// file is opened. The rows that would be gone by it are not to be taken for absent.
 func TestCounts(t *testing.T) {
 	whole := image(t)
 	size := os.Getpagesize()

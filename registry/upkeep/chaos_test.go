@@ -138,7 +138,8 @@ func chaos(t *testing.T, name string, open func() (blobstore.Engine, error)) {
 	r.settle(t, e)
 	r.holds(used)
 	load.Check(r.http.URL)
-	fmt.Printf("%s: rounds %d, scrubs %d, epochs %d, collected %d, acknowledged %d, refused %d, unanswered %d, pulled %d, lost %d\n",
+	fmt.Printf("%s: rounds %d, scrubs %d, epochs %d, collected %d, acknowledged %d, refused %d, unanswered %d, "+
+		"pulled %d, lost %d\n",
 		name, e.rounds, scrubs, e.now, removed, load.Acknowledged.Load(), load.Refused.Load(), load.Unanswered.Load(),
 		load.Pulled.Load(), len(load.Lost()))
 	load.DeleteAll(r.http.URL)

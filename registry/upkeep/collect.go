@@ -98,10 +98,10 @@ type Terms struct {
 // Collector removes the blobs of a store that nothing refers to, while others push. All fields are needed, but Checked.
 // One collection runs at a time. Nothing has to be kept over a crash: what was not removed is found again.
 //
-// The index says which blobs nothing refers to. It is a view, and may be damaged without that it shows: before the first
-// blob goes, the refs of the store are read through, and what they refer to stays. Only a blob that waits for its
-// manifest is known to the index alone: if that has lost its lease, the grace period keeps it, by the time of the store.
-// Memory grows with what refers to the 65,536 blobs that are looked at together, and not with the store.
+// The index says which blobs nothing refers to. It is a view, and may be damaged without that it shows: before the
+// first blob goes, the refs of the store are read through, and what they refer to stays. Only a blob that waits for
+// its manifest is known to the index alone: if that has lost its lease, the grace period keeps it, by the time of the
+// store. Memory grows with what refers to the 65,536 blobs that are looked at together, and not with the store.
 type Collector struct {
 	Store blobstore.Store
 	Refs  blobstore.Refs
@@ -401,7 +401,8 @@ func (r *collecting) tell(i blobstore.Info) {
 	}
 }
 
-// findAside finds what is set aside and nothing refers to: nobody misses it. More than a round is left for the next time.
+// findAside finds what is set aside and nothing refers to: nobody misses it. More than a round is left for the next
+// time.
 func (r *collecting) findAside(ctx context.Context) error {
 	q, ok := r.c.Store.(blobstore.Quarantine)
 	if !ok {

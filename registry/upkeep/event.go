@@ -45,7 +45,8 @@ type Failure struct {
 }
 
 var reasons = map[string]error{
-	"running": ErrRunning, "too-much": ErrTooMuch, "lacking": ErrLacking, "not-level": ErrNotLevel, "read-only": ErrReadOnly,
+	"running": ErrRunning, "too-much": ErrTooMuch, "lacking": ErrLacking, "not-level": ErrNotLevel,
+	"read-only": ErrReadOnly,
 }
 
 // FailureOf returns err for the other end of a socket.

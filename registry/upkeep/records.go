@@ -29,8 +29,8 @@ func (n Names) put(ref blobstore.Ref) (op index.PutManifest, err error) {
 // isManifest says whether a ref is a change of a manifest, and not of a tag.
 func isManifest(ref blobstore.Ref) bool { return ref.Name == ref.Digest.String() }
 
-// sift finds what the index knows no use of, some at a time, and tells apart what the refs of the store refer to. see is
-// told of every blob.
+// sift finds what the index knows no use of, some at a time, and tells apart what the refs of the store refer to. see
+// is told of every blob.
 func (r *collecting) sift(
 	ctx context.Context, see func(blobstore.Info, use), take func(unused, claimed []blobstore.Info) error,
 ) error {
