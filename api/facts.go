@@ -76,9 +76,10 @@ type ReceiptFacts struct {
 // EvalFacts are those of an eval archive, an eval result or the rows of an export.
 type EvalFacts struct {
 	State    string    `json:"state,omitempty"`
-	Suite    string    `json:"suite,omitempty"`    // of a job; the runs have their own
-	Adapters []string  `json:"adapters,omitempty"` // the first 64 names; empty text: the base alone
-	Rows     int       `json:"rows,omitempty"`     // of an export of outcomes
+	Suite    string    `json:"suite,omitempty"`        // of a job; the runs have their own
+	Adapters []string  `json:"adapters,omitempty"`     // the first 64 names; empty text: the base alone
+	Rows     int       `json:"rows,omitempty"`         // of an export of outcomes
+	Unbound  int       `json:"rows_unbound,omitempty"` // of those, the ones that hold no full manifest of their base
 	Runs     []EvalRun `json:"runs,omitempty"`
 	Omitted  int       `json:"runs_omitted,omitempty"` // runs beyond the 64 that are kept
 }

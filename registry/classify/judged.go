@@ -92,7 +92,9 @@ func (m *made) rows(f file) error {
 	if err != nil {
 		return refused(f.name, err)
 	}
-	m.Facts.Name, m.Facts.Eval = label(strings.TrimSuffix(f.name, rowsExt)), &api.EvalFacts{Rows: count(o.Rows)}
+	m.Facts.Name, m.Facts.Eval = label(strings.TrimSuffix(f.name, rowsExt)), &api.EvalFacts{
+		Rows: count(o.Rows), Unbound: count(o.Unbound),
+	}
 	m.docs.Outcomes, m.Facts.Legacy = &o, o.Unbound > 0
 	for _, b := range o.Bases() {
 		m.claims = append(m.claims, said(f.name, b))
