@@ -12,7 +12,9 @@ import (
 	"os"
 	"slices"
 	"strings"
+	"time"
 
+	"github.com/kiln-registry/kiln-registry/api"
 	"github.com/kiln-registry/kiln-registry/api/client"
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/identity/safetensors"
@@ -48,6 +50,7 @@ type Side struct {
 	Manifest *identity.Manifest // nil: the shards are not known
 	// Provenance is that of the execution which a server states in its health answer; zero: none.
 	Provenance identity.Digest
+	Registry   string // that was named with it; empty: none was
 	shard      func(ctx context.Context, s identity.Shard) (io.ReadCloser, error)
 	client     *client.Client
 	unlisted   string // why the shards are not known
@@ -223,7 +226,7 @@ func referenceSide(ctx context.Context, name string, ref client.Reference, dial 
 		c.Close()
 		return Side{}, fmt.Errorf("%s: %w: %w", name, ErrNoIdentity, plan.NoBase)
 	}
-	s := Side{Name: name, Summary: plan.Base.Summary(), Manifest: &plan.Base, client: c}
+	s := Side{Name: name, Summary: plan.Base.Summary(), Manifest: &plan.Base, Registry: ref.Host, client: c}
 	s.shard = func(ctx context.Context, shard identity.Shard) (io.ReadCloser, error) {
 		return &resumed{ctx: ctx, c: c, repo: ref.Repo, shard: shard}, nil
 	}
@@ -282,6 +285,69 @@ type Comparison struct {
 	Listed       bool             `json:"listed"`                  // the shards of both sides are known
 	SameTensors  *bool            `json:"same_tensors,omitempty"`  // all are equal by content; nil: they were not compared
 	TensorReason string           `json:"tensor_reason,omitempty"` // why they differ, or were not compared
+	Derived
+}
+
+// Derived are statements that one of two different bases was made from the other, as registries know them. They explain
+// the difference and make the two no more the same. The zero Derived: no statement is known.
+type Derived struct {
+	From []api.Derivation `json:"derived_from,omitempty"`
+	More bool             `json:"more_derived_from,omitempty"` // there may be others
+}
+
+// derivedWait bounds how long one registry is asked about statements.
+const derivedWait = 10 * time.Second
+
+// DerivedFrom asks registries, each once, for the statements that link two bases. A registry that can't tell says
+// nothing, and an empty name is none.
+func DerivedFrom(ctx context.Context, registries []string, dial Dial, a, b identity.Aggregate) (d Derived) {
+	if a.IsZero() || b.IsZero() || a == b {
+		return d
+	}
+	ctx, cancel := context.WithTimeout(ctx, derivedWait)
+	defer cancel()
+	asked := map[string]bool{"": true}
+	for _, host := range registries {
+		if asked[host] {
+			continue
+		}
+		asked[host] = true
+		c, err := dial(host, true)
+		if err != nil {
+			continue
+		}
+		said, err := c.Compatibility(ctx, api.CompatibilityRequest{
+			Question: api.QuestionSameBase, Base: &api.Side{Aggregate: a}, Other: &api.Side{Aggregate: b},
+		})
+		c.Close()
+		if err != nil {
+			continue
+		}
+		d.add(said, a, b)
+	}
+	return d
+}
+
+// add takes the statements about two bases from an answer.
+func (d *Derived) add(said api.Compatibility, a, b identity.Aggregate) {
+	d.More = d.More || said.MoreDerived
+	for _, x := range said.Derived {
+		same := func(y api.Derivation) bool { return y.Statement == x.Statement }
+		if (x.From == a && x.To == b || x.From == b && x.To == a) && !slices.ContainsFunc(d.From, same) {
+			d.From = append(d.From, x)
+		}
+	}
+}
+
+// Lines say it for people, one statement a line. They hold text of strangers.
+func (d Derived) Lines() (lines []string) {
+	for _, x := range d.From {
+		lines = append(lines, fmt.Sprintf("%s was derived from %s by %s (statement %s)", x.To, x.From, x.How, x.Statement))
+	}
+	if d.More {
+		lines = append(lines, "there may be more such statements")
+	}
+	return lines
 }
 
 // Compare sets two sides against each other. Where their shards differ and both sides' bytes can be had, their tensors are

@@ -71,11 +71,36 @@ func checkCommand(kind api.Kind, path, short, example string) *cobra.Command {
 func (f *checkFlags) check(ctx context.Context, kind api.Kind, name string, stdout, stderr io.Writer) error {
 	show := f.show(stderr)
 	a, h, err := f.read(ctx, kind, name, show)
-	show.Close()
 	if err != nil {
+		show.Close()
 		return err
 	}
-	return writeAnswer(stdout, f.JSON, a, h, made.Compare(a, h))
+	given := made.Compare(a, h)
+	derived := f.derived(ctx, a, h, given.Verdict, show)
+	show.Close()
+	return writeAnswer(stdout, f.JSON, a, h, given, derived)
+}
+
+// derived asks for statements that explain why two bases differ: the registries that were named or, where none was, the
+// one of this user.
+func (f *checkFlags) derived(ctx context.Context, a made.Artifact, h made.Here, v resume.Verdict, show *progress.Show) (
+	d transfer.Derived,
+) {
+	if v != resume.No {
+		return d
+	}
+	hosts := []string{a.Registry, h.Registry}
+	if a.Registry == "" && h.Registry == "" {
+		hosts = []string{cli.Registry()}
+	}
+	return transfer.DerivedFrom(ctx, hosts, dial(&f.Flags, show), a.Aggregate(), h.Aggregate())
+}
+
+// writeDerived writes the rows of statements that explain a difference.
+func writeDerived(w io.Writer, d transfer.Derived) {
+	for _, line := range d.Lines() {
+		fmt.Fprintf(w, "derived\tdiffers; %s\n", client.Escape(line))
+	}
 }
 
 // show shows the progress of reading; stdout is for the answer alone.
@@ -170,10 +195,13 @@ func head(w io.Writer, kind api.Kind, artifact, base side) {
 	fmt.Fprintf(w, "files\t%s\n", artifact.Checked)
 }
 
-func writeAnswer(w io.Writer, asJSON bool, a made.Artifact, h made.Here, given resume.Answer) error {
+func writeAnswer(w io.Writer, asJSON bool, a made.Artifact, h made.Here, given resume.Answer,
+	derived transfer.Derived,
+) error {
 	artifact, base := sides(a, h)
 	if asJSON {
 		out := answer.Of(given)
+		out.Derived, out.MoreDerived = derived.From, derived.More
 		if out.Question = api.QuestionAdapter; a.Kind == api.KindEval {
 			out.Question = api.QuestionEval
 		}
@@ -183,6 +211,7 @@ func writeAnswer(w io.Writer, asJSON bool, a made.Artifact, h made.Here, given r
 	fmt.Fprintf(t, "question\t%s?\nanswer\t%s\nreason\t%s\n", given.Question, spoken(given.Verdict),
 		client.Escape(given.Reason))
 	head(t, a.Kind, artifact, base)
+	writeDerived(t, derived)
 	for _, o := range given.Others {
 		title := map[resume.Verdict]string{resume.Yes: "also equal", resume.No: "but differs"}[o.Verdict]
 		if title == "" {
@@ -253,13 +282,16 @@ func (f *checkFlags) resume(ctx context.Context, name, request string, stdout, s
 	}
 	show := f.show(stderr)
 	a, h, err := f.read(ctx, api.KindCheckpoint, name, show)
-	show.Close()
 	if err != nil {
+		show.Close()
 		return err
 	}
-	return writeReport(stdout, f.JSON, a, h, resume.Decide(*a.Checkpoint, q, resume.Current{
+	r := resume.Decide(*a.Checkpoint, q, resume.Current{
 		Base: h.Base, Provenance: h.Provenance, ProvenanceDigest: h.Identities.Provenance, FilesChecked: true,
-	}))
+	})
+	derived := f.derived(ctx, a, h, r.Verdict, show)
+	show.Close()
+	return writeReport(stdout, f.JSON, a, h, r, derived)
 }
 
 func readRequest(path string) (q resume.Request, err error) {
@@ -276,10 +308,11 @@ func readRequest(path string) (q resume.Request, err error) {
 	return q, err
 }
 
-func writeReport(w io.Writer, asJSON bool, a made.Artifact, h made.Here, r resume.Report) error {
+func writeReport(w io.Writer, asJSON bool, a made.Artifact, h made.Here, r resume.Report, derived transfer.Derived) error {
 	artifact, base := sides(a, h)
 	if asJSON {
 		out := answer.OfReport(r)
+		out.Derived, out.MoreDerived = derived.From, derived.More
 		out.Evidence = api.Evidence(artifact.Evidence)
 		return ends(encode(w, out, artifact, base), r.Verdict)
 	}
@@ -289,6 +322,7 @@ func writeReport(w io.Writer, asJSON bool, a made.Artifact, h made.Here, r resum
 		fmt.Fprintf(t, "fails at\t%s\n", r.FirstFailure)
 	}
 	head(t, a.Kind, artifact, base)
+	writeDerived(t, derived)
 	if err := t.Flush(); err != nil {
 		return err
 	}

@@ -89,6 +89,10 @@ func (f *pullFlags) compare(ctx context.Context, a made.Artifact, show *progress
 	}
 	text := fmt.Sprintf("%s was made from base %s (%s: %s), and %s is base %s", a.Reference, a.Aggregate(),
 		a.Binding().Evidence, a.Binding().Where(), f.against, h.Aggregate())
+	hosts := []string{a.Registry, h.Registry}
+	for _, line := range transfer.DerivedFrom(ctx, hosts, dial(&f.Flags, show), a.Aggregate(), h.Aggregate()).Lines() {
+		text += "; " + line
+	}
 	if f.allow {
 		f.warn(show, text)
 		return nil

@@ -93,7 +93,11 @@ func compare(ctx context.Context, a, b, registry string, flags *cli.Flags, o fol
 			}
 		}
 	}
-	return transfer.Compare(ctx, sides[0], sides[1])
+	if c, err = transfer.Compare(ctx, sides[0], sides[1]); err == nil && !c.Same {
+		hosts := []string{sides[0].Registry, sides[1].Registry, registry}
+		c.Derived = transfer.DerivedFrom(ctx, hosts, dial, c.A.Aggregate, c.B.Aggregate)
+	}
+	return c, err
 }
 
 // comparison is the JSON form of a comparison.
@@ -128,6 +132,10 @@ func writeComparison(stdout io.Writer, c transfer.Comparison) error {
 		return err
 	}
 	_, err := fmt.Fprintf(stdout, "different\nA: %s\nB: %s\n", side(c.A), side(c.B))
+	for _, line := range c.Lines() {
+		_, e := fmt.Fprintf(stdout, "differs; %s\n", client.Escape(line))
+		err = errors.Join(err, e)
+	}
 	for _, list := range []struct {
 		name   string
 		shards []identity.Shard

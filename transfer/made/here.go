@@ -19,6 +19,7 @@ import (
 // Here is the base at hand that an artifact is compared with. The zero Here means that there is none.
 type Here struct {
 	Name       string // as it was given
+	Registry   string // that was named with it; empty: none was
 	Base       resume.Base
 	Identities documents.Identities
 	Provenance *documents.Provenance // of the server that runs it; nil: only the digest in Identities is known, if that
@@ -45,7 +46,7 @@ func OpenHere(ctx context.Context, text string, dial transfer.Dial, w transfer.W
 		return Here{}, err
 	}
 	defer side.Close()
-	h := Here{Name: text, Base: resume.Base{Summary: side.Summary}}
+	h := Here{Name: text, Registry: side.Registry, Base: resume.Base{Summary: side.Summary}}
 	if side.Manifest != nil {
 		h.Base.Manifest = *side.Manifest
 	}

@@ -34,6 +34,7 @@ type Artifact struct {
 	Kind      api.Kind
 	Name      string // what it calls itself: a label. Empty: nothing
 	Reference string // or the path, where it was read from a disk
+	Registry  string // that holds it; empty: it was read from a disk
 	Record    resume.Made
 	Legacy    bool   // a Kiln record without the full manifest of its base
 	Checked   string // one sentence on how its files were compared with its documents
@@ -131,7 +132,7 @@ func OpenPath(ctx context.Context, kind api.Kind, path string, w transfer.Watch)
 
 // Read reads the documents of an artifact in a registry, and what its manifest says beside them.
 func Read(ctx context.Context, c *client.Client, plan transfer.Plan) (Artifact, error) {
-	a := Artifact{Kind: plan.Kind, Reference: plan.Reference(), Checked: checkedFar}
+	a := Artifact{Kind: plan.Kind, Reference: plan.Reference(), Registry: plan.Registry, Checked: checkedFar}
 	names := make([]string, 0, len(plan.Files))
 	for _, f := range plan.Files {
 		names = append(names, f.Name)
