@@ -214,6 +214,9 @@ func TestEvalPages(t *testing.T) {
 				if len(lines)-1 > limit || len(a.body) > 3<<20 {
 					t.Errorf("a page has %d rows, %d bytes", len(lines)-1, len(a.body))
 				}
+				if n := bytes.Count(a.body, []byte(`"base_weight_shard_manifest":`)); n > 1 {
+					t.Fatalf("%d manifests on a page", n)
+				}
 				for i, line := range lines[:len(lines)-1] {
 					var row api.EvalRow
 					if err := json.Unmarshal(line, &row); err != nil {
@@ -252,6 +255,30 @@ func TestEvalPages(t *testing.T) {
 	})
 }
 
+// A page of evals ends at a number of bytes, too.
+func TestEvalPagesAreShort(t *testing.T) {
+	f := grow(inMemory(t))
+	base := many(t, api.MaxRowShards)
+	const evals = 60
+	for i := range evals {
+		name := fmt.Sprint("e", i)
+		f.made("lab/evals", name, api.ArtifactTypeEval,
+			[]desc{f.titled("lab/evals", name+".json", testartifact.Eval(name, "sql", base))}, nil)
+	}
+	rows, pages := 0, 0
+	for path := api.PathEvals(base.Aggregate); path != ""; pages++ {
+		a := f.want(200, "GET", path, nil)
+		rows += bytes.Count(a.body, []byte(`"base_weight_shard_manifest":`))
+		if len(a.body) > 2<<20+100<<10 {
+			t.Errorf("a page has %d bytes", len(a.body))
+		}
+		path, _, _ = strings.Cut(strings.TrimPrefix(a.header.Get("Link"), "<"), ">")
+	}
+	if rows != evals || pages < 2 {
+		t.Errorf("%d rows on %d pages", rows, pages)
+	}
+}
+
 // No base has the aggregate that stands for none, and a base has no binding.
 func TestNoBase(t *testing.T) {
 	everywhere(t, func(t *testing.T, f *family) {
@@ -282,6 +309,9 @@ func TestManyDerivations(t *testing.T) {
 	const noise = 600
 	for i := range noise {
 		derived("lab/noise", i, identity.Aggregate(identity.Sum(fmt.Append(nil, i))), f.b)
+	}
+	for i := range 300 {
+		derived("lab/other", i, f.a, identity.Aggregate(identity.Sum(fmt.Append(nil, i))))
 	}
 	body := fmt.Sprintf(`{"a":{"aggregate_sha256":%q},"b":{"aggregate_sha256":%q}}`, f.a, f.b)
 	var c api.Comparison
@@ -314,7 +344,7 @@ func TestManyDerivations(t *testing.T) {
 		t.Errorf("%d sources on %d pages", len(seen), pages)
 	}
 	// So many about the pair itself are cut with a sign.
-	for i := range 300 {
+	for i := range 600 {
 		derived(fmt.Sprint("lab/pair", i), i, f.a, f.b)
 	}
 	got, a = f.ask(same(&api.Side{Aggregate: f.b}, &api.Side{Aggregate: f.a}))
