@@ -80,8 +80,8 @@ type CompatibilityRequest struct {
 	Request json.RawMessage `json:"request,omitempty"`
 }
 
-// MaxResumeRequest is how many bytes a resume request may have. One of the largest shard manifest, with 4,096 shards, and
-// an order of 50,000 items has less; what is configured in practice has some KiB.
+// MaxResumeRequest is how many bytes a resume request may have. One of the largest shard manifest, with 4,096 shards,
+// and an order of 50,000 items has less; what is configured in practice has some KiB.
 const MaxResumeRequest = 2 << 20
 
 // The verdicts of Compatibility and its parts.

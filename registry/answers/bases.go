@@ -163,8 +163,8 @@ func (v *view) between(a, b identity.Aggregate) (all []api.Derivation, more bool
 	return all, more, nil
 }
 
-// derived returns the statements that say that one base was made from another. It reads the statements about the one and
-// those that name the other in turn, until it has all of either: so many about one of them hide nothing.
+// derived returns the statements that say that one base was made from another. It reads the statements about the one
+// and those that name the other in turn, until it has all of either: so many about one of them hide nothing.
 func (v *view) derived(to, from identity.Aggregate) (all []api.Derivation, more bool, err error) {
 	made := index.Link{Relation: api.RelationStatement, Target: index.AggregateTarget(to)}
 	source := index.Link{Relation: api.RelationDerived, Target: index.AggregateTarget(from)}

@@ -140,8 +140,8 @@ func (s subject) bound() (documents.Binding, error) {
 	return out, err
 }
 
-// disputed says why what bind statements say of the artifact's base decides nothing; empty: nothing else binds it, or they
-// agree.
+// disputed says why what bind statements say of the artifact's base decides nothing; empty: nothing else binds it, or
+// they agree.
 func (s subject) disputed() string {
 	all := s.shown.Bindings
 	if len(all) == 0 && s.shown.MoreBindings {

@@ -36,8 +36,8 @@ type evals struct {
 // full says whether no other row goes on the page.
 func (e *evals) full() bool { return e.rows == e.most || e.rows > 0 && len(e.buf) >= maxEvalPage }
 
-// Evals appends a page of up to n rows to buf, one JSON object a line: a row for each run of each eval that used a base,
-// up to api.MaxEvalRuns of one eval. Rows come repository after repository, newest first in each. next is the after of
+// Evals appends a page of up to n rows to buf, one JSON object a line: a row for each run of each eval that used a
+// base, up to api.MaxEvalRuns of one eval. Rows come repository after repository, newest first in each. next is the after of
 // the following page, empty if there is none. One eval is in memory at a time. ErrCursor.
 func (d *Desk) Evals(
 	ctx context.Context, c access.Caller, a identity.Aggregate, after string, n int, buf []byte,
