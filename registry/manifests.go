@@ -550,7 +550,8 @@ func (r *Registry) getManifest(w *response, q *request) error {
 	if w.unchanged(q, rec.Digest) {
 		return nil
 	}
-	return w.bytes(q, http.StatusOK, rec.MediaType, b)
+	size, b := len(b), beginning(b)
+	return r.sendManifest(w, q, rec, b, size)
 }
 
 func (r *Registry) putManifest(w *response, q *request) error {
