@@ -156,13 +156,15 @@ type Artifact struct {
 	AnnotationsOmitted bool              `json:"annotations_omitted,omitempty"` // they have more than 2 KiB
 	Facts              *Facts            `json:"facts,omitempty"`
 	FactsOmitted       bool              `json:"facts_omitted,omitempty"` // they have more than 4 KiB
-	Binding            Binding           `json:"binding,omitzero"`        // zero for a base: its own bytes say what it is
 	// Bindings are all of them where bind statements name different bases, Binding being the first: none of them holds
 	// more than another. Listings, which list the artifact under each of those bases, leave this and MoreBindings out.
 	Bindings []Binding `json:"bindings,omitempty"`
 	// MoreBindings: there are more bind statements about the artifact than were looked at. They are children of its
 	// lineage.
 	MoreBindings bool `json:"more_bindings,omitempty"`
+	// Binding is zero for a base: its own bytes say what it is. It is the last member: listings write the rest of a row
+	// from one piece.
+	Binding Binding `json:"binding,omitzero"`
 }
 
 // ArtifactList is the answer of GET /v1/bases/{aggregate}/artifacts and GET /v1/artifacts?unbound=true.

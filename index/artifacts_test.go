@@ -298,7 +298,7 @@ func TestWrongQueries(t *testing.T) {
 			t.Errorf("listing of %+v is taken", q)
 		}
 	}
-	if reflect.TypeFor[api.Artifact]().Field(9).Name != "Binding" || reflect.TypeFor[api.Artifact]().NumField() != 10 {
+	if a := reflect.TypeFor[api.Artifact](); a.Field(a.NumField()-1).Name != "Binding" {
 		t.Error("Binding is not the last member of an api.Artifact")
 	}
 }
