@@ -160,10 +160,12 @@ type side struct {
 	Source    string             `json:"source,omitempty"`  // where the aggregate stands
 	Checked   string             `json:"checked,omitempty"` // how files were compared with documents
 	Legacy    bool               `json:"legacy,omitempty"`
+	Disputed  string             `json:"disputed,omitempty"` // why statements about its base decide nothing
 }
 
 func sides(a made.Artifact, h made.Here) (artifact, base side) {
-	artifact = side{Name: a.Reference, Checked: a.Checked, Legacy: a.Legacy, Evidence: a.Binding().Evidence}
+	artifact = side{Name: a.Reference, Checked: a.Checked, Legacy: a.Legacy, Evidence: a.Binding().Evidence,
+		Disputed: a.Disputed}
 	if is := a.Aggregate(); !is.IsZero() {
 		artifact.Aggregate, artifact.Source = is.String(), a.Binding().Where()
 	}
@@ -176,6 +178,8 @@ func sides(a made.Artifact, h made.Here) (artifact, base side) {
 
 func (s side) line() string {
 	switch {
+	case s.Disputed != "":
+		return "can't be told: " + s.Disputed
 	case s.Aggregate == "" && s.Evidence != "":
 		return "not recorded"
 	case s.Aggregate == "":

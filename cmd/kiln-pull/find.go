@@ -242,8 +242,10 @@ func (f *findFlags) ofBases() bool {
 func (f *findFlags) writeRows(ctx context.Context, c *client.Client, s subject, stdout io.Writer) error {
 	out := show.NewRows(stdout, s.registry, f.JSON)
 	elsewhere := &transfer.ElsewhereError{Aggregate: s.aggregate, Repo: f.repo}
+	archive := func() {}
 	if s.isMade() {
-		if err := f.itself(ctx, c, &s, out); err != nil {
+		var err error
+		if archive, err = f.itself(ctx, c, &s, out); err != nil {
 			return err
 		}
 	}
@@ -257,6 +259,7 @@ func (f *findFlags) writeRows(ctx context.Context, c *client.Client, s subject, 
 			return err
 		}
 	}
+	archive()
 	if out.Count == 0 && len(elsewhere.Repositories) > 0 {
 		return elsewhere
 	}
@@ -352,16 +355,21 @@ func (f *findFlags) pages(
 	}, findPage)
 }
 
-// itself writes the row of the artifact that a REF names, and learns its base where only the registry knows it.
-func (f *findFlags) itself(ctx context.Context, c *client.Client, s *subject, out *show.Rows) error {
+// itself writes the row of the artifact that a REF names, and learns its base where only the registry knows it. The row of
+// an archive is written by what it returns: archives come last.
+func (f *findFlags) itself(ctx context.Context, c *client.Client, s *subject, out *show.Rows) (archive func(), err error) {
 	l, err := c.Lineage(ctx, s.plan.Manifest, s.plan.Repository, "", 1)
 	if err != nil {
-		return err
+		return nil, err
 	}
-	if out.Artifact(l.Artifact); s.aggregate.IsZero() {
+	if s.aggregate.IsZero() && made.Disputed(l.Artifact) == "" {
 		s.aggregate = l.Artifact.Binding.Aggregate
 	}
-	return nil
+	if show.Archive(l.Artifact) {
+		return func() { out.Archives(); out.Artifact(l.Artifact) }, nil
+	}
+	out.Artifact(l.Artifact)
+	return func() {}, nil
 }
 
 // lineage asks for what an artifact names and what names it, of that at most maxLinks.
@@ -433,6 +441,8 @@ func (f *findFlags) some(ctx context.Context, c *client.Client, a identity.Aggre
 func (f *findFlags) writeTable(ctx context.Context, c *client.Client, s subject, stdout io.Writer) error {
 	of := ""
 	switch {
+	case s.made != nil && s.made.Disputed != "":
+		return cli.Exit(cli.CodeUsage, fmt.Errorf("%s: %w: %s", s.made.Reference, made.ErrDisputed, s.made.Disputed))
 	case s.aggregate.IsZero():
 		return cli.Exit(cli.CodeUsage, fmt.Errorf("%s: %w, so no evals are known for it", s.plan.Reference(), made.ErrNoBase))
 	case s.made != nil && s.made.Kind != api.KindAdapter:
@@ -444,6 +454,7 @@ func (f *findFlags) writeTable(ctx context.Context, c *client.Client, s subject,
 	}
 	f.kind = string(api.KindEval)
 	var scores []show.Score
+	var omitted []show.Omitted
 	for page, err := range f.pages(ctx, c, s.aggregate) {
 		if err != nil {
 			return err
@@ -460,14 +471,17 @@ func (f *findFlags) writeTable(ctx context.Context, c *client.Client, s subject,
 				x.Facts = l.Artifact.Facts
 			}
 			scores = append(scores, show.ScoresOf(s.registry, x, of)...)
+			if o := show.OmittedOf(s.registry, x); o.Runs > 0 {
+				omitted = append(omitted, o)
+			}
 		}
-		if len(scores) > maxInTable {
+		if len(scores)+len(omitted) > maxInTable {
 			return cli.Hint(cli.Usagef("more than %d runs", maxInTable), "--since, --repo and --name choose among them")
 		}
 	}
-	if len(scores) == 0 {
+	if len(scores)+len(omitted) == 0 {
 		return cli.Exit(cli.CodeNotFound, fmt.Errorf("%s: no eval of %s that may be seen has a run", s.registry, s.aggregate))
 	}
 	show.Sort(scores)
-	return show.WriteScores(stdout, scores, f.JSON)
+	return errors.Join(show.WriteScores(stdout, scores, f.JSON), show.WriteOmitted(stdout, omitted, f.JSON))
 }

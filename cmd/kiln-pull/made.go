@@ -115,6 +115,9 @@ func (f *pullFlags) baseOf(
 ) (transfer.Plan, error) {
 	base, names, err := made.FindBase(ctx, c, a, plan)
 	switch {
+	case errors.Is(err, made.ErrDisputed):
+		return base, cli.Hint(cli.Exit(cli.CodeUsage, err), "say which: --with-base needs one base; have the statement that is "+
+			"wrong deleted, or pull the base by itself")
 	case errors.Is(err, made.ErrNoBase):
 		return base, cli.Hint(cli.Exit(cli.CodeNotFound, err),
 			"pull the base by itself; kiln-push bind says which one it is")
@@ -135,6 +138,7 @@ type madeFrom struct {
 	Evidence  documents.Evidence `json:"evidence"`
 	Source    string             `json:"source,omitempty"`
 	Legacy    bool               `json:"legacy,omitempty"`
+	Disputed  string             `json:"disputed,omitempty"` // why statements decide nothing
 	NotProven []string           `json:"not_proven"`
 }
 
@@ -143,7 +147,8 @@ func (p pulled) madeFrom() *madeFrom {
 		return nil
 	}
 	b := p.made.Binding()
-	m := &madeFrom{Aggregate: b.Aggregate, Evidence: b.Evidence, Legacy: p.made.Legacy, NotProven: api.NotProven}
+	m := &madeFrom{Aggregate: b.Aggregate, Evidence: b.Evidence, Legacy: p.made.Legacy, Disputed: p.made.Disputed,
+		NotProven: api.NotProven}
 	if !b.Aggregate.IsZero() {
 		m.Source = b.Where()
 	}
@@ -155,7 +160,10 @@ func (m madeFrom) line() string {
 	if m.Legacy {
 		archive = "; an archive"
 	}
-	if m.Aggregate.IsZero() {
+	switch {
+	case m.Disputed != "":
+		return "can't be told: " + m.Disputed + archive
+	case m.Aggregate.IsZero():
 		return "not recorded" + archive
 	}
 	return fmt.Sprintf("base %s (%s: %s%s)", m.Aggregate, m.Evidence, m.Source, archive)

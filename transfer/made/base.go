@@ -24,6 +24,9 @@ const (
 // ErrNoBase: the artifact does not record the base that it was made from.
 var ErrNoBase = errors.New("records no base")
 
+// ErrDisputed: statements alone name the base of the artifact, and they name several.
+var ErrDisputed = errors.New("it can't be told which base it was made from")
+
 // Names says under which names the shards of a base come.
 type Names string
 
@@ -36,11 +39,14 @@ const (
 
 // FindBase finds, in the registry that holds an artifact, the base that it was made from: the manifest that it refers
 // to, else one whose shards are called as its documents record, else any. The names that were recorded are restored
-// where no shard index says others. The errors are ErrNoBase and those of transfer.ResolveAggregate.
+// where no shard index says others. The errors are ErrNoBase, ErrDisputed and those of transfer.ResolveAggregate.
 func FindBase(ctx context.Context, c *client.Client, a Artifact, plan transfer.Plan) (
 	base transfer.Plan, names Names, err error,
 ) {
 	is := a.Aggregate()
+	if a.Disputed != "" {
+		return base, "", fmt.Errorf("%s: %w: %s", a.Reference, ErrDisputed, a.Disputed)
+	}
 	if is.IsZero() {
 		return base, "", fmt.Errorf("%s: %w", a.Reference, ErrNoBase)
 	}

@@ -112,11 +112,18 @@ func healthOf(text string) string {
 	return u.String()
 }
 
-// Compare says whether an artifact was made from the base at hand.
-func Compare(a Artifact, h Here) resume.Answer {
+// Compare says whether an artifact was made from the base at hand. Where statements about its base disagree, that can't
+// be told.
+func Compare(a Artifact, h Here) (out resume.Answer) {
 	now := resume.Here{Base: h.Base, Identities: h.Identities}
 	if a.Kind == api.KindEval {
-		return resume.EvalUsed(a.Record, now)
+		out = resume.EvalUsed(a.Record, now)
+	} else {
+		out = resume.AdapterTrained(a.Record, now)
 	}
-	return resume.AdapterTrained(a.Record, now)
+	if a.Disputed != "" {
+		out.Verdict, out.Reason = resume.CannotTell, "the artifact does not record its base, and "+a.Disputed
+		out.Evidence = documents.EvidenceAsserted
+	}
+	return out
 }

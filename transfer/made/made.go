@@ -37,6 +37,7 @@ type Artifact struct {
 	Registry  string // that holds it; empty: it was read from a disk
 	Record    resume.Made
 	Legacy    bool   // a Kiln record without the full manifest of its base
+	Disputed  string // why bind statements, which alone name its base, decide nothing; empty: they agree, or are not needed
 	Checked   string // one sentence on how its files were compared with its documents
 	// Checkpoint is the manifest of a checkpoint; nil for every other kind.
 	Checkpoint *documents.Checkpoint

@@ -81,7 +81,7 @@ func (p packed) claims(ctx context.Context, c *client.Client, a *Artifact) (err 
 	}
 	best, err := documents.Join(append(all, subject)...)
 	if err == nil && best.Aggregate.IsZero() {
-		best, err = p.stated(ctx, c)
+		best, a.Disputed, err = p.stated(ctx, c)
 	}
 	if err == nil && !best.Aggregate.IsZero() { // else the place where the document could have said it stays
 		a.Record.Binding = best
@@ -89,24 +89,46 @@ func (p packed) claims(ctx context.Context, c *client.Client, a *Artifact) (err 
 	return err
 }
 
-// stated is what bind statements say about the base, as the registry has them. A registry that keeps none, and
-// statements that disagree, say nothing.
-func (p packed) stated(ctx context.Context, c *client.Client) (b documents.Binding, err error) {
+// stated is what bind statements say about the base, as the registry has them. A registry that keeps none says nothing;
+// where statements disagree, none of them counts, and disputed says so.
+func (p packed) stated(ctx context.Context, c *client.Client) (b documents.Binding, disputed string, err error) {
 	l, err := c.Lineage(ctx, p.Manifest, p.Repository, "", 1)
 	var answered *client.StatusError
 	switch is := l.Artifact.Binding; {
 	case errors.As(err, &answered), errors.Is(err, client.ErrNotBlob):
-		return b, nil
+		return b, "", nil
 	case err != nil:
-		return b, fmt.Errorf("statements about %s: %w", p.Reference(), err)
-	case is.Evidence != api.EvidenceAsserted || is.Source == "" || len(l.Bindings) > 1:
-		return b, nil
+		return b, "", fmt.Errorf("statements about %s: %w", p.Reference(), err)
+	case is.Evidence != api.EvidenceAsserted || is.Source == "":
+		return b, "", nil
+	case len(l.Artifact.Bindings) > 1 || l.Artifact.MoreBindings:
+		return b, Disputed(l.Artifact), nil
 	default:
 		_, digest, _ := strings.Cut(is.Source, " ")
 		return documents.Binding{
 			Evidence: documents.EvidenceAsserted, Aggregate: is.Aggregate, Kind: documents.KindStatement, Path: digest,
-		}, nil
+		}, "", nil
 	}
+}
+
+// Disputed says why the bind statements about an artifact that records no base decide nothing: they name several, or are
+// more than the registry compares. Empty: there is no such dispute. The text is a stranger's.
+func Disputed(x api.Artifact) string {
+	all := x.Bindings
+	if len(all) == 0 && x.MoreBindings {
+		all = []api.Binding{x.Binding}
+	}
+	if len(all) == 0 {
+		return ""
+	}
+	var says []string
+	for _, b := range all {
+		says = append(says, fmt.Sprintf("%s says %s", b.Source, b.Aggregate))
+	}
+	if x.MoreBindings {
+		return "more bind statements than are compared name its base: " + strings.Join(says, ", ") + ", and there are others"
+	}
+	return "bind statements disagree about its base: " + strings.Join(says, ", ")
 }
 
 // subject is what the manifest says about the base by referring to one. A subject that is not there, or is no base,

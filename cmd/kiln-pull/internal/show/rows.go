@@ -15,6 +15,7 @@ import (
 	"github.com/kiln-registry/kiln-registry/api/client"
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/internal/cli"
+	"github.com/kiln-registry/kiln-registry/transfer/made"
 )
 
 // Rows writes findings as they come: a listing has no bound. It is not safe for concurrent use.
@@ -70,6 +71,9 @@ func (o *Rows) unavailable() string {
 // Artifact writes an artifact that was made from a base.
 func (o *Rows) Artifact(x api.Artifact) {
 	o.head(func() string {
+		if made.Disputed(x) != "" {
+			return "the base can't be told"
+		}
 		if x.Binding.Aggregate.IsZero() {
 			return "no base recorded"
 		}
@@ -83,7 +87,11 @@ func (o *Rows) Artifact(x api.Artifact) {
 		}{x, Reference(o.registry, x.Held), Archive(x)})
 		return
 	}
-	o.row(x.Kind, x.Held, x.Name, string(x.Binding.Evidence), held(x.Binding), note(x))
+	base := held(x.Binding)
+	if made.Disputed(x) != "" {
+		base = "?"
+	}
+	o.row(x.Kind, x.Held, x.Name, string(x.Binding.Evidence), base, note(x))
 }
 
 // Archives begins the rows of archives, which are listed apart.
@@ -112,7 +120,9 @@ func held(b api.Binding) string {
 // note is what else a row says: links that are no more than names among it.
 func note(x api.Artifact) string {
 	var notes []string
-	if x.Binding.Source != "" {
+	if disputed := made.Disputed(x); disputed != "" {
+		notes = append(notes, "cannot tell: "+disputed)
+	} else if x.Binding.Source != "" {
 		notes = append(notes, "by "+shortened(x.Binding.Source))
 	}
 	f := x.Facts

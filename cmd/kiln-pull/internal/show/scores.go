@@ -3,6 +3,7 @@ package show
 import (
 	"cmp"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"slices"
@@ -12,6 +13,7 @@ import (
 
 	"github.com/kiln-registry/kiln-registry/api"
 	"github.com/kiln-registry/kiln-registry/api/client"
+	"github.com/kiln-registry/kiln-registry/internal/cli"
 )
 
 // Score is one suite that was run on one model.
@@ -39,6 +41,36 @@ func ScoresOf(registry string, x api.Artifact, of string) (scores []Score) {
 		})
 	}
 	return scores
+}
+
+// Omitted says of an eval that the registry keeps more runs of it than it lists.
+type Omitted struct {
+	Event string `json:"event"` // runs_omitted
+	Eval  string `json:"eval"`  // its reference
+	Runs  int    `json:"runs_omitted"`
+}
+
+// OmittedOf says how many runs of an eval have no score in ScoresOf, whatever adapter they were on.
+func OmittedOf(registry string, x api.Artifact) Omitted {
+	o := Omitted{Event: "runs_omitted", Eval: Reference(registry, x.Held)}
+	if x.Facts != nil && x.Facts.Eval != nil {
+		o.Runs = x.Facts.Eval.Omitted
+	}
+	return o
+}
+
+// WriteOmitted writes what a table leaves out, below it.
+func WriteOmitted(w io.Writer, all []Omitted, asJSON bool) (err error) {
+	for _, o := range all {
+		if asJSON {
+			err = errors.Join(err, json.NewEncoder(w).Encode(o))
+			continue
+		}
+		_, e := fmt.Fprintf(w, "left out: %s of %s, which has too many; pull it to see them\n", cli.Count(o.Runs, "run"),
+			client.Escape(o.Eval))
+		err = errors.Join(err, e)
+	}
+	return err
 }
 
 // date is when a run finished or, where that is not recorded, when its eval was pushed.

@@ -313,6 +313,17 @@ func TestScores(t *testing.T) {
 	if n := len(ScoresOf("host:1", x, "demo")); n != 3 || len(scores) != 6 || ScoresOf("h", api.Artifact{}, "") != nil {
 		t.Errorf("%d and %d scores", n, len(scores))
 	}
+	x.Facts.Eval.Omitted = 36
+	var left bytes.Buffer
+	for _, asJSON := range []bool{false, true} {
+		if err := WriteOmitted(&left, []Omitted{OmittedOf("host:1", x)}, asJSON); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if got := left.String(); !strings.HasPrefix(got, "left out: 36 runs of host:1/team/e@") ||
+		!strings.Contains(got, `"runs_omitted":36}`) {
+		t.Error(got)
+	}
 	Sort(scores)
 	var b bytes.Buffer
 	if err := WriteScores(&b, scores, false); err != nil {

@@ -12,6 +12,7 @@ import (
 	"github.com/kiln-registry/kiln-registry/api"
 	"github.com/kiln-registry/kiln-registry/api/client"
 	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/transfer/made"
 )
 
 const (
@@ -170,14 +171,16 @@ func (w *walker) grow(l api.Lineage, way func(api.Lineage) []api.Link, depth int
 	slices.SortStableFunc(links, func(a, b api.Link) int {
 		return cmp.Or(cmp.Compare(kindOf(a), kindOf(b)), cmp.Compare(a.Relation, b.Relation))
 	})
-	at := map[identity.Digest]int{}
+	type said struct{ artifact, statement identity.Digest }
+	at := map[said]int{}
 	for _, x := range links {
 		if x.Artifact != nil {
-			if i, twice := at[x.Artifact.Digest]; twice { // in two relations: one node, as strong as the stronger
+			is := said{x.Artifact.Digest, x.Statement}
+			if i, twice := at[is]; twice { // in two relations: one node, as strong as the stronger
 				nodes[i].Weak = nodes[i].Weak && x.Weak
 				continue
 			}
-			at[x.Artifact.Digest] = len(nodes)
+			at[is] = len(nodes)
 		}
 		n, err := w.node(x, way, depth)
 		if err != nil {
@@ -237,7 +240,11 @@ func (t Tree) Write(w io.Writer, registry string, asJSON bool) error {
 		p.section("used by", "", t.Uses)
 	} else {
 		p.line(0, p.name(api.Link{Artifact: t.Artifact}))
-		p.section("made from", fmt.Sprintf("%s, evidence %s", base, t.Artifact.Binding.Evidence), t.From)
+		first := fmt.Sprintf("%s, evidence %s", base, t.Artifact.Binding.Evidence)
+		if disputed := made.Disputed(*t.Artifact); disputed != "" {
+			first = "base can't be told: " + disputed
+		}
+		p.section("made from", first, t.From)
 		p.section("used by", "", t.Uses)
 	}
 	if t.More {
@@ -279,6 +286,9 @@ func (p *printer) nodes(depth int, nodes []Node) {
 			text = n.Relation + " (" + n.How + "): " + text
 		case n.Relation != "":
 			text = n.Relation + ": " + text
+		}
+		if !n.Statement.IsZero() {
+			text += " (says statement " + shortened(n.Statement.String()) + ")"
 		}
 		if n.Weak {
 			text += " (weak: by name)"
