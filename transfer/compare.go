@@ -128,7 +128,7 @@ func healthSide(ctx context.Context, name string, dial Dial) (Side, error) {
 			h.Role)
 	}
 	if err := checkSummary(*h.BaseWeightIdentity); err != nil {
-		return Side{}, fmt.Errorf("%s: base_weight_identity can't be compared: %w", name, err)
+		return Side{}, &HealthError{name, fmt.Errorf("%s: base_weight_identity can't be compared: %w", name, err)}
 	}
 	s := Side{Name: name, Summary: *h.BaseWeightIdentity}
 	if e := h.ExecutionIdentity; e != nil {

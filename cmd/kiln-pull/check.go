@@ -160,7 +160,8 @@ type side struct {
 	Source    string             `json:"source,omitempty"`  // where the aggregate stands
 	Checked   string             `json:"checked,omitempty"` // how files were compared with documents
 	Legacy    bool               `json:"legacy,omitempty"`
-	Disputed  string             `json:"disputed,omitempty"` // why statements about its base decide nothing
+	Absent    bool               `json:"no_base_identity,omitempty"` // the server says so
+	Disputed  string             `json:"disputed,omitempty"`         // why statements about its base decide nothing
 }
 
 func sides(a made.Artifact, h made.Here) (artifact, base side) {
@@ -169,7 +170,7 @@ func sides(a made.Artifact, h made.Here) (artifact, base side) {
 	if is := a.Aggregate(); !is.IsZero() {
 		artifact.Aggregate, artifact.Source = is.String(), a.Binding().Where()
 	}
-	base.Name = h.Name
+	base.Name, base.Absent = h.Name, h.Base.Absent
 	if is := h.Aggregate(); !is.IsZero() {
 		base.Aggregate = is.String()
 	}
@@ -182,6 +183,8 @@ func (s side) line() string {
 		return "can't be told: " + s.Disputed
 	case s.Aggregate == "" && s.Evidence != "":
 		return "not recorded"
+	case s.Absent:
+		return "the server says that it has no base identity"
 	case s.Aggregate == "":
 		return "not known"
 	case s.Evidence != "":

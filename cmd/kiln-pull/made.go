@@ -40,7 +40,7 @@ func (f *pullFlags) prepare(
 		return nil, nil, err
 	}
 	if f.against != "" {
-		if err := f.compare(ctx, a, show); err != nil {
+		if err := f.compare(ctx, c, a, show); err != nil {
 			return nil, nil, err
 		}
 	}
@@ -72,7 +72,7 @@ func (f *pullFlags) checkFlags(plan transfer.Plan, dir string) error {
 }
 
 // compare refuses an artifact that was made from another base than the one at hand, and warns where that can't be told.
-func (f *pullFlags) compare(ctx context.Context, a made.Artifact, show *progress.Show) error {
+func (f *pullFlags) compare(ctx context.Context, c *client.Client, a made.Artifact, show *progress.Show) error {
 	h, err := made.OpenHere(ctx, f.against, dial(&f.Flags, show), show.Watch)
 	if err != nil {
 		return err
@@ -82,6 +82,9 @@ func (f *pullFlags) compare(ctx context.Context, a made.Artifact, show *progress
 	case answer.Verdict == resume.Yes:
 		show.Note(fmt.Sprintf("it was made from the base of %s: %s", f.against, h.Aggregate()))
 		return nil
+	case h.Contradicts(summaryOf(ctx, c, a)):
+		return f.refuse(show, cli.CodeUsage, fmt.Sprintf("%s is no base that can be told: it names the aggregate %s, but with "+
+			"another count or size of shards", f.against, h.Aggregate()))
 	case answer.Verdict == resume.CannotTell:
 		f.warn(show, fmt.Sprintf("it can't be told whether %s was made from the base of %s: %s", a.Reference, f.against,
 			answer.Reason))
@@ -93,11 +96,32 @@ func (f *pullFlags) compare(ctx context.Context, a made.Artifact, show *progress
 	for _, line := range transfer.DerivedFrom(ctx, hosts, dial(&f.Flags, show), a.Aggregate(), h.Aggregate()).Lines() {
 		text += "; " + line
 	}
+	return f.refuse(show, cli.CodeNo, text)
+}
+
+// refuse is the error of a pull that --against forbids, or a warning where it shall go on.
+func (f *pullFlags) refuse(show *progress.Show, code int, text string) error {
 	if f.allow {
 		f.warn(show, text)
 		return nil
 	}
-	return cli.Hint(cli.Exit(cli.CodeNo, errors.New("refused: "+text)), "--allow-mismatch pulls it all the same")
+	return cli.Hint(cli.Exit(code, errors.New("refused: "+text)), "--allow-mismatch pulls it all the same")
+}
+
+// summaryOf is that of the base an artifact names: by its own document, else as its registry holds that base; zero:
+// neither.
+func summaryOf(ctx context.Context, c *client.Client, a made.Artifact) identity.Summary {
+	if m := a.Binding().Manifest; len(m.Shards) > 0 {
+		return m.Summary()
+	}
+	if a.Aggregate().IsZero() {
+		return identity.Summary{}
+	}
+	base, err := c.BasePage(ctx, a.Aggregate(), "", 1)
+	if err != nil {
+		return identity.Summary{}
+	}
+	return base.Identity
 }
 
 // warn shows a warning, also where progress is not shown.

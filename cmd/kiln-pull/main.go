@@ -191,6 +191,8 @@ func explainMade(err error) error {
 	case errors.As(err, &health) && cli.Code(err) == cli.CodeUnreachable:
 		return explained(err, cli.CodeUnreachable,
 			"check the address, and that the model is resident there (kiln-pull resident)")
+	case errors.As(err, &health) && cli.Code(err) <= cli.CodeUsage:
+		return explained(err, cli.CodeUsage, "")
 	case errors.Is(err, made.ErrNotMade), errors.Is(err, transfer.ErrNoIdentity):
 		return explained(err, cli.CodeUsage, "")
 	case errors.Is(err, folder.ErrChanged):

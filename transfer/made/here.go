@@ -77,6 +77,10 @@ func (h *Here) learn(ctx context.Context, health string, dial transfer.Dial) err
 		err = fmt.Errorf("%s holds base %s, and its health answer says %s: it can't be told which", u, state.Manifest.Aggregate,
 			h.Aggregate())
 	}
+	if err == nil && state.Manifest != nil && state.Manifest.Summary() != h.Base.Summary {
+		err = fmt.Errorf("%s holds a base of %d shards with %d bytes, and its health answer says %d with %d: one of them is wrong",
+			u, len(state.Manifest.Shards), state.Manifest.TotalSize, h.Base.Summary.ShardCount, h.Base.Summary.TotalSize)
+	}
 	if err != nil || state.Manifest == nil {
 		return err
 	}
@@ -112,6 +116,17 @@ func healthOf(text string) string {
 	return u.String()
 }
 
+// Contradicts says whether the base at hand calls itself by the aggregate of a base that is known, and yet has another
+// count or size of shards: such a server is wrong about what it runs.
+func (h Here) Contradicts(is identity.Summary) bool {
+	s := h.Base.Summary
+	if len(h.Base.Manifest.Shards) > 0 {
+		s = h.Base.Manifest.Summary()
+	}
+	return s.Aggregate == is.Aggregate && s.ShardCount != 0 && is.ShardCount != 0 &&
+		(s.ShardCount != is.ShardCount || s.TotalSize != is.TotalSize)
+}
+
 // Compare says whether an artifact was made from the base at hand. Where statements about its base disagree, that can't
 // be told.
 func Compare(a Artifact, h Here) (out resume.Answer) {
@@ -120,6 +135,9 @@ func Compare(a Artifact, h Here) (out resume.Answer) {
 		out = resume.EvalUsed(a.Record, now)
 	} else {
 		out = resume.AdapterTrained(a.Record, now)
+	}
+	if h.Base.Absent && out.Verdict == resume.CannotTell && !a.Aggregate().IsZero() {
+		out.Reason = fmt.Sprintf("the artifact's base is %s, and the server says that it has no base identity", a.Aggregate())
 	}
 	if a.Disputed != "" {
 		out.Verdict, out.Reason = resume.CannotTell, "the artifact does not record its base, and "+a.Disputed

@@ -281,6 +281,13 @@ func TestOpenHere(t *testing.T) {
 	if _, err := made.OpenHere(t.Context(), full.URL, dial, nil); err == nil || !strings.Contains(err.Error(), "which") {
 		t.Errorf("two answers of one server: %v", err)
 	}
+	lie := w.base.Summary()
+	lie.ShardCount++
+	answers["/health"] = api.Health{Status: "ok", BaseWeightIdentity: &lie}
+	answers["/v1/debug/model-state"] = map[string]any{"model": map[string]any{"base_weight_shard_manifest": w.base}}
+	if _, err := made.OpenHere(t.Context(), full.URL, dial, nil); err == nil || !strings.Contains(err.Error(), "wrong") {
+		t.Errorf("two counts of one server: %v", err)
+	}
 	h, err = made.OpenHere(t.Context(), srv.URL, dial, nil)
 	if err != nil || !h.Base.Absent || !h.Aggregate().IsZero() {
 		t.Errorf("%+v, %v", h, err)
