@@ -62,6 +62,9 @@ func (f *pullFlags) checkFlags(plan transfer.Plan, dir string) error {
 			documents.CheckpointSuffix), "name it "+filepath.Clean(dir)+documents.CheckpointSuffix)
 	case f.withBase == "" && f.against == "" && !f.allow:
 		return nil
+	case f.withBase != "" && overlap(dir, f.withBase):
+		return cli.Hint(cli.Usagef("%s and --with-base %s are one folder, or one is inside the other", dir, f.withBase),
+			"name two folders beside each other")
 	case f.allow && f.against == "":
 		return cli.Usagef("--allow-mismatch goes with --against")
 	case k == api.KindAdapter, k == api.KindCheckpoint, k == api.KindReceipt, k == api.KindEval:
@@ -69,6 +72,31 @@ func (f *pullFlags) checkFlags(plan transfer.Plan, dir string) error {
 	}
 	return cli.Usagef("--with-base and --against go with what was made from a base; %s is %s", plan.Reference(),
 		made.Named(plan.Kind))
+}
+
+// overlap says whether two folders, which need not be there, are the same or one is inside the other.
+func overlap(a, b string) bool {
+	a, b = settled(a), settled(b)
+	within := func(in, of string) bool {
+		rel, err := filepath.Rel(of, in)
+		return err == nil && filepath.IsLocal(rel)
+	}
+	return within(a, b) || within(b, a)
+}
+
+// settled is a path without links, as far as it is there.
+func settled(path string) string {
+	abs, err := filepath.Abs(path)
+	if err != nil {
+		return path
+	}
+	if real, err := filepath.EvalSymlinks(abs); err == nil {
+		return real
+	}
+	if parent := filepath.Dir(abs); parent != abs {
+		return filepath.Join(settled(parent), filepath.Base(abs))
+	}
+	return abs
 }
 
 // compare refuses an artifact that was made from another base than the one at hand, and warns where that can't be told.

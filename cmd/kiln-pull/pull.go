@@ -61,7 +61,7 @@ func pullCommand() *cobra.Command {
 	cmd.Flags().StringVar(&f.repo, "repo", "", "the repository from which an AGGREGATE is pulled")
 	cmd.Flags().IntVar(&f.options.Jobs, "jobs", 8, "files, or parts of a file, received at a time")
 	cmd.Flags().BoolVar(&f.options.Replace, "replace", false,
-		"replace the folder at DIR, whatever it is; its files that match are used")
+		"replace the folder at DIR, whatever it is; its files that match are used. A folder at --with-base stays")
 	cmd.Flags().BoolVar(&f.options.Repair, "repair", false,
 		"take a DIR without a record: keep its files that match, replace the rest")
 	cmd.Flags().StringVar(&f.withBase, "with-base", "", "DIR for the base that it was made from, which is pulled too")
@@ -118,7 +118,7 @@ func (f *pullFlags) transfer(ctx context.Context, c *client.Client, s source, di
 	if err != nil {
 		return nil, err
 	}
-	done, err := f.fetch(ctx, c, plan, dir, show)
+	done, err := f.fetch(ctx, c, plan, dir, f.options, show)
 	if err == nil && plan.Kind == api.KindCheckpoint {
 		err = made.CheckFolder(done.Target, done.Record)
 	}
@@ -129,21 +129,26 @@ func (f *pullFlags) transfer(ctx context.Context, c *client.Client, s source, di
 	if base == nil {
 		return all, nil
 	}
-	if done, err = f.fetch(ctx, c, *base, f.withBase, show); err != nil {
+	o := f.options
+	o.Replace = false // which is said of DIR alone
+	if done, err = f.fetch(ctx, c, *base, f.withBase, o, show); err != nil {
 		return nil, fmt.Errorf("%s is pulled; its base is not: %w", dir, err)
 	}
 	return append(all, pulled{*base, done, nil}), nil
 }
 
-func (f *pullFlags) fetch(ctx context.Context, c *client.Client, plan transfer.Plan, dir string, show *progress.Show) (
-	transfer.Pulled, error,
-) {
+func (f *pullFlags) fetch(ctx context.Context, c *client.Client, plan transfer.Plan, dir string, o transfer.PullOptions,
+	show *progress.Show,
+) (transfer.Pulled, error) {
 	show.Note("pulling " + plan.Reference())
-	f.options.Watch = show.Watch
-	done, err := transfer.Pull(ctx, c, plan, dir, f.options)
+	o.Watch = show.Watch
+	done, err := transfer.Pull(ctx, c, plan, dir, o)
 	if errors.Is(err, transfer.ErrOccupied) {
 		hint := "name another folder; --replace replaces what is there"
-		if !f.options.Repair && !errors.Is(err, transfer.ErrExtra) {
+		if dir == f.withBase {
+			hint = "name another folder; --replace is for " + plan.Reference() + " only where that is pulled by itself"
+		}
+		if !o.Repair && !errors.Is(err, transfer.ErrExtra) {
 			hint += ", --repair keeps the files that match"
 		}
 		err = cli.Hint(err, hint)
