@@ -40,6 +40,8 @@ func (d decision) residentBase() (Verdict, string) {
 		return CannotTell, "no base was given to resume on"
 	case fault != "":
 		return No, "the manifest of this base is not valid: " + fault
+	case !d.Base.full() && d.Base.Summary.ShardCount == 0:
+		return CannotTell, fmt.Sprintf("only the aggregate of this base is known: %v", d.Base.Summary.Aggregate)
 	case !d.Base.full():
 		return CannotTell, fmt.Sprintf("only the summary of this base is known: %v, %d shards, %d bytes",
 			d.Base.Summary.Aggregate, d.Base.Summary.ShardCount, d.Base.Summary.TotalSize)

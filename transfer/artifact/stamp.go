@@ -112,7 +112,11 @@ func otherBase(err error) error {
 // newManifest makes a manifest of what is known: the files and, as Kiln does, what the receipt says.
 func (a *adapter) newManifest(sums map[string]identity.Digest, base identity.Manifest, name string) ([]byte, error) {
 	if name == "" {
-		name = filepath.Base(a.folder.Dir)
+		dir, err := filepath.Abs(a.folder.Dir) // . and .. are no names
+		if err != nil {
+			return nil, err
+		}
+		name = filepath.Base(dir)
 	}
 	var receipt identity.Digest
 	if a.receipt != nil {
