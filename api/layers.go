@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"strings"
 	"unicode"
+	"unicode/utf16"
 	"unicode/utf8"
 
 	v1 "github.com/opencontainers/image-spec/specs-go/v1"
@@ -59,3 +60,15 @@ func CheckFilePath(name string) error {
 // Control says whether a rune could make a terminal or a listing show something else than what is there: a control
 // character, newline and tab included, or one that turns the direction of text.
 func Control(r rune) bool { return unicode.IsControl(r) || unicode.Is(unicode.Bidi_Control, r) }
+
+// Unseen says whether a rune is not to be shown as it is: one of Control, one that has no look of its own, as the space of
+// no width, or one that ends a line or a paragraph. Names may have those of the second kind.
+func Unseen(r rune) bool { return Control(r) || unicode.In(r, unicode.Cf, unicode.Zl, unicode.Zp) }
+
+// AppendEscaped appends a rune as JSON would escape it: as \u001b, and beyond U+FFFF as two of those.
+func AppendEscaped(b []byte, r rune) []byte {
+	if high, low := utf16.EncodeRune(r); high != utf8.RuneError {
+		return fmt.Appendf(b, `\u%04x\u%04x`, high, low)
+	}
+	return fmt.Appendf(b, `\u%04x`, r)
+}

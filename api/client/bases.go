@@ -21,7 +21,17 @@ import (
 const (
 	maxHealth = 4 << 20  // bounds the answer of a health check, in bytes
 	maxState  = 16 << 20 // bounds a model state, which holds the full manifest of its base, in bytes
+
+	answerTime = 30 * time.Second // bounds either, from the question to the last byte
 )
+
+// ErrSlow: a server's report about itself did not come whole in the time that such a small answer may take.
+var ErrSlow = errors.New("the whole answer took too long")
+
+// within bounds a question in time. The error is then ErrSlow.
+func within(ctx context.Context) (context.Context, context.CancelFunc) {
+	return context.WithTimeoutCause(ctx, answerTime, fmt.Errorf("%w: more than %s", ErrSlow, answerTime))
+}
 
 // Bases lists at most limit base models that the caller may pull, in order of aggregate, from the one that follows
 // after, which is empty or the Next of the page before. A limit of zero leaves the number to the registry.
@@ -209,8 +219,10 @@ func (c *Client) Compare(ctx context.Context, a, b api.Side) (answer api.Compari
 // Health asks any address that ends in /health what it serves, be it the registry's, a resident model's or another
 // server's that speaks the same form. The token goes only to the client's own registry. A server that says it is
 // degraded, with 503, has answered. A report that two readers could take for two things is an error: with a member twice
-// in one object, or one of the identity in other letter case.
+// in one object, or one of the identity in other letter case. ErrSlow.
 func (c *Client) Health(ctx context.Context, url string) (h api.Health, err error) {
+	ctx, done := within(ctx)
+	defer done()
 	resp, err := c.do(ctx, call{method: http.MethodGet, path: url}, http.StatusOK, http.StatusServiceUnavailable)
 	if err != nil {
 		return h, err
@@ -239,8 +251,10 @@ type ModelState struct {
 }
 
 // ModelState asks any address that ends in /v1/debug/model-state. It gets no token but at the client's own registry.
-// Servers refuse with 403 while the answer is not enabled: that is a *StatusError. The manifest is checked.
+// Servers refuse with 403 while the answer is not enabled: that is a *StatusError. The manifest is checked. ErrSlow.
 func (c *Client) ModelState(ctx context.Context, url string) (m ModelState, err error) {
+	ctx, done := within(ctx)
+	defer done()
 	resp, err := c.do(ctx, call{method: http.MethodGet, path: url}, http.StatusOK)
 	if err != nil {
 		return m, err

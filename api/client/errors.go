@@ -10,6 +10,7 @@ import (
 	"net/url"
 	"strings"
 	"time"
+	"unicode/utf8"
 
 	"github.com/kiln-registry/kiln-registry/api"
 )
@@ -127,20 +128,20 @@ func printable(s string) string {
 	return Line(s)
 }
 
-// Escape writes every Control rune of s, newline and tab included, as JSON would escape it: \u001b.
+// Escape writes every Unseen rune of s, newline and tab included, as JSON would escape it: \u001b.
 func Escape(s string) string {
-	if !strings.ContainsFunc(s, api.Control) {
+	if !strings.ContainsFunc(s, api.Unseen) {
 		return s
 	}
-	var b strings.Builder
+	var b []byte
 	for _, r := range s {
-		if api.Control(r) {
-			fmt.Fprintf(&b, `\u%04x`, r)
+		if api.Unseen(r) {
+			b = api.AppendEscaped(b, r)
 		} else {
-			b.WriteRune(r)
+			b = utf8.AppendRune(b, r)
 		}
 	}
-	return b.String()
+	return string(b)
 }
 
 // Line is Escape for text that is to be one line: a newline or a tab becomes a space.

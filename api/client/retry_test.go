@@ -186,6 +186,36 @@ func (p pipes) dial(context.Context, string, string) (net.Conn, error) {
 	return conn{a}, nil
 }
 
+// TestSlow: a report that comes byte by byte has an end, though bytes keep moving.
+func TestSlow(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		p := pipes{make(chan net.Conn), make(chan struct{})}
+		srv := &http.Server{Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			for r.Context().Err() == nil {
+				w.Write([]byte(" "))
+				w.(http.Flusher).Flush()
+				select {
+				case <-r.Context().Done():
+				case <-time.After(time.Second): // of the bubble
+				}
+			}
+		})}
+		done := make(chan error)
+		go func() { done <- srv.Serve(p) }()
+		c := fresh(t)
+		c.auth.Client.Transport.(*http.Transport).DialContext = p.dial
+		if _, err := c.Health(t.Context(), "/health"); !errors.Is(err, ErrSlow) {
+			t.Errorf("health: %v", err)
+		}
+		if _, err := c.ModelState(t.Context(), "/v1/debug/model-state"); !errors.Is(err, ErrSlow) {
+			t.Errorf("model state: %v", err)
+		}
+		c.Close()
+		srv.Close()
+		<-done
+	})
+}
+
 // TestIdle cuts a transfer that stalls, in either direction, and lets one alone that is merely slow.
 func TestIdle(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

@@ -36,7 +36,8 @@ func kind(err error) int {
 		return CodeBadInput
 	case errors.Is(err, client.ErrMismatch):
 		return CodeNo
-	case errors.Is(err, client.ErrNotBlob), errors.Is(err, client.ErrRangeIgnored), errors.Is(err, client.ErrIdle):
+	case errors.Is(err, client.ErrNotBlob), errors.Is(err, client.ErrRangeIgnored), errors.Is(err, client.ErrIdle),
+		errors.Is(err, client.ErrSlow):
 		return CodeUnreachable
 	}
 	if code := answerCode(err); code != 0 {

@@ -13,7 +13,7 @@ import (
 )
 
 // Visible writes text so that a terminal shows all of it and acts on none of it. Newlines and tabs pass; any other
-// api.Control rune comes out as JSON would escape it, which inside a JSON string means the same, and a byte that is not
+// api.Unseen rune comes out as JSON would escape it, which inside a JSON string means the same, and a byte that is not
 // UTF-8 as \xNN. It is safe for concurrent use.
 type Visible struct {
 	to   io.Writer
@@ -50,8 +50,8 @@ func (v *Visible) write(text []byte) error {
 		switch {
 		case r == utf8.RuneError && n == 1:
 			out = fmt.Appendf(out, `\x%02x`, text[0])
-		case r != '\n' && r != '\t' && api.Control(r):
-			out = fmt.Appendf(out, `\u%04x`, r)
+		case r != '\n' && r != '\t' && api.Unseen(r):
+			out = api.AppendEscaped(out, r)
 		default:
 			out = append(out, text[:n]...)
 		}

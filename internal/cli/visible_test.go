@@ -13,7 +13,7 @@ import (
 	"github.com/kiln-registry/kiln-registry/api"
 )
 
-const hostile = "a\x1b[31m\u009b2J\u202eb\u2066\u200e\x7f\r\a"
+const hostile = "a\x1b[31m\u009b2J\u202eb\u2066\u200e\x7f\u200b\u2028\u2029\ufeff\U000e0041\r\a"
 
 // TestVisibly: nothing that a command writes, and no error of it, reaches a terminal as anything but text.
 func TestVisibly(t *testing.T) {
@@ -29,13 +29,13 @@ func TestVisibly(t *testing.T) {
 	if code := visibly(t.Context(), run, nil, &stdout, &stderr); code != CodeUsage {
 		t.Errorf("code %d", code)
 	}
-	const shown = `a\u001b[31m\u009b2J\u202eb\u2066\u200e\u007f`
+	const shown = `a\u001b[31m\u009b2J\u202eb\u2066\u200e\u007f\u200b\u2028\u2029\ufeff\udb40\udc41`
 	table, line, _ := strings.Cut(stdout.String(), "\n")
 	if table != shown+`\u000d\u0007`+"\tä€😀" {
 		t.Errorf("stdout %q", table)
 	}
 	var back string
-	if err := json.Unmarshal([]byte(line), &back); err != nil || back != hostile || strings.ContainsFunc(line[:len(line)-1], api.Control) {
+	if err := json.Unmarshal([]byte(line), &back); err != nil || back != hostile || strings.ContainsFunc(line[:len(line)-1], api.Unseen) {
 		t.Errorf("JSON %q is %q, %v", line, back, err)
 	}
 	if got := stderr.String(); strings.Count(got, shown) != 3 || strings.ContainsAny(got, "\x1b\u009b\u202e\r") {
