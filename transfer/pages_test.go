@@ -83,3 +83,38 @@ func TestPages(t *testing.T) {
 		srv.Close()
 	}
 }
+
+// TestLineagePages: the pages of what an artifact was made from follow those of what names it.
+func TestLineagePages(t *testing.T) {
+	d := identity.Sum(nil)
+	link := func(how string) []api.Link { return []api.Link{{Relation: api.RelationDerived, How: how}} }
+	answers := map[string]api.Lineage{
+		"":   {Parents: link("a"), Children: link("x"), Next: "c2", NextParents: "p2"},
+		"c2": {Children: link("y")},
+		"p2": {Parents: link("b"), NextParents: "p3"},
+		"p3": {Parents: link("c")},
+	}
+	srv := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		page := answers[r.URL.Query().Get("after")]
+		page.Artifact.Digest = d
+		_ = json.NewEncoder(w).Encode(page)
+	}))
+	defer srv.Close()
+	c, err := client.New(strings.TrimPrefix(srv.URL, "http://"), client.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	got := ""
+	for page, err := range transfer.LineagePages(t.Context(), c, d, "") {
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, l := range append(page.Parents, page.Children...) {
+			got += l.How
+		}
+	}
+	if got != "axybc" {
+		t.Error(got)
+	}
+}

@@ -483,11 +483,17 @@ func ArtifactPages(ctx context.Context, c *client.Client, a identity.Aggregate, 
 	})
 }
 
-// LineagePages yields what an artifact was made from and what names it, page by page. ErrListing.
+// LineagePages yields what an artifact was made from and what names it, page by page: first all that names it, then the
+// further pages of what it was made from. ErrListing.
 func LineagePages(ctx context.Context, c *client.Client, d identity.Digest, repo string) iter.Seq2[api.Lineage, error] {
+	parents := "" // where those go on
 	return pages(ctx, c, d.String(), func(after string) (page api.Lineage, next string, items int, err error) {
 		page, err = c.Lineage(ctx, d, repo, after, 0)
-		return page, page.Next, mayBeEmpty, err
+		parents = cmp.Or(page.NextParents, parents)
+		if next = page.Next; next == "" && err == nil {
+			next, parents = parents, ""
+		}
+		return page, next, mayBeEmpty, err
 	})
 }
 

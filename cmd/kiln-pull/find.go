@@ -381,9 +381,9 @@ func lineage(ctx context.Context, c *client.Client, d identity.Digest, repo stri
 		if all.Artifact.Digest.IsZero() {
 			all = page
 		} else {
-			all.Children = append(all.Children, page.Children...)
+			all.Parents, all.Children = append(all.Parents, page.Parents...), append(all.Children, page.Children...)
 		}
-		if len(all.Children) >= maxLinks {
+		if len(all.Children) >= maxLinks || len(all.Parents) >= maxLinks {
 			break
 		}
 	}
