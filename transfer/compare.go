@@ -506,3 +506,28 @@ func differing(a, b map[string]tensor) string {
 	}
 	return s
 }
+
+// differences lists the files that are not the same in all plans, apart from the shards and the index, which follows
+// their names.
+func differences(plans []Plan) (diffs []FileDifference) {
+	byName := map[string][]identity.Digest{}
+	for i, p := range plans {
+		for _, f := range p.Files {
+			isShard := func(s identity.Shard) bool { return s.Filename == f.Name }
+			if f.Name == indexName || slices.ContainsFunc(p.Base.Shards, isShard) {
+				continue
+			}
+			if byName[f.Name] == nil {
+				byName[f.Name] = make([]identity.Digest, len(plans))
+			}
+			byName[f.Name][i] = f.Digest
+		}
+	}
+	for name, ds := range byName {
+		if slices.ContainsFunc(ds, func(d identity.Digest) bool { return d != ds[0] }) {
+			diffs = append(diffs, FileDifference{name, ds})
+		}
+	}
+	slices.SortFunc(diffs, func(a, b FileDifference) int { return cmp.Compare(a.Name, b.Name) })
+	return diffs
+}
