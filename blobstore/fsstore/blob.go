@@ -85,7 +85,7 @@ func (st *Store) stat(d identity.Digest) (blobstore.Info, error) {
 // Open implements blobstore.Store. The reader ends at the end of the blob also when n goes past it; it is an error if
 // off does. Bytes are not checked again. The file stays readable after a Delete.
 func (st *Store) Open(ctx context.Context, i blobstore.Info, off, n int64) (io.ReadCloser, error) {
-	f, err := os.Open(st.path(i.Digest))
+	f, err := durable.OpenRegular(st.path(i.Digest), os.O_RDONLY, 0)
 	if err != nil {
 		return nil, st.absent("open blob", i.Digest, err)
 	}
@@ -355,7 +355,7 @@ func (st *Store) Segments(ctx context.Context, i blobstore.Info) ([]byte, error)
 	if err != nil {
 		return nil, fmt.Errorf("midstates of blob %s, generation %s: %w", i.Digest, i.Generation, err)
 	}
-	form, err := os.ReadFile(st.segmentsPath(i.Digest))
+	form, err := durable.ReadRegular(st.segmentsPath(i.Digest))
 	if err != nil {
 		return nil, st.absent("midstates of blob", i.Digest, err)
 	}

@@ -15,6 +15,7 @@ import (
 
 	"github.com/kiln-registry/kiln-registry/blobstore"
 	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/internal/durable"
 )
 
 // A blob is in quarantine when its file is there and the blob itself is not shown. The file keeps its inode and its
@@ -147,7 +148,7 @@ func (st *Store) describeAside(d identity.Digest) (a blobstore.AsideInfo, err er
 	}
 	a.Info = describeFile(d, fi)
 	var n note
-	if b, err := os.ReadFile(path + asideNote); err == nil && json.Unmarshal(b, &n) == nil {
+	if b, err := durable.ReadRegular(path + asideNote); err == nil && json.Unmarshal(b, &n) == nil {
 		a.Why, a.Since = n.Why, n.Since
 		return a, nil
 	}

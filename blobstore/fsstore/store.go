@@ -375,7 +375,12 @@ func (st *Store) sweep(notify func(string)) error {
 		case err != nil && !errors.Is(err, fs.ErrNotExist) || ext == uploadData:
 			return err
 		}
-		return st.syncFile(path)
+		err = st.syncFile(path)
+		if errors.Is(err, durable.ErrNotRegular) {
+			notify("left alone: " + err.Error())
+			err = nil
+		}
+		return err
 	})
 	if err != nil {
 		return err

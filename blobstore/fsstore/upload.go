@@ -173,7 +173,7 @@ func (st *Store) receipt(id string) (r receipt, ok bool) {
 
 // anyReceipt returns what an upload without a data file became.
 func (st *Store) anyReceipt(id string) (r receipt, ok bool) {
-	f, err := os.Open(st.uploadPath(id, uploadState))
+	f, err := durable.OpenRegular(st.uploadPath(id, uploadState), os.O_RDONLY, 0)
 	if err != nil {
 		return r, false
 	}
@@ -221,6 +221,9 @@ func (st *Store) describeUpload(id string) (i blobstore.UploadInfo, err error) {
 	}
 	i = blobstore.UploadInfo{ID: id, Size: fi.Size(), Touched: fi.ModTime()}
 	f, err := st.disk.OpenFile(st.uploadPath(id, uploadState), os.O_RDONLY, 0)
+	if errors.Is(err, durable.ErrNotRegular) {
+		return i, nil // listed, so that a purge drops it
+	}
 	if err != nil {
 		return i, err
 	}

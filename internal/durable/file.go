@@ -7,6 +7,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"syscall"
 )
 
 // PieceSize is the number of bytes of one read or write of bulk data: 256 KiB fits the second-level cache, and larger
@@ -20,11 +21,12 @@ type File struct {
 	f *os.File
 }
 
-// OpenFile opens a file as os.OpenFile does.
+// OpenFile opens a file as os.OpenFile does, if it is a regular one: neither a link nor what could make a reader wait,
+// as a pipe does.
 func (d Disk) OpenFile(path string, flag int, mode fs.FileMode) (*File, error) {
 	var f *os.File
 	open := func() (err error) {
-		f, err = os.OpenFile(path, flag, mode)
+		f, err = OpenRegular(path, flag, mode)
 		return err
 	}
 	var err error
@@ -40,6 +42,39 @@ func (d Disk) OpenFile(path string, flag int, mode fs.FileMode) (*File, error) {
 		return nil, err
 	}
 	return &File{d, f}, nil
+}
+
+// ErrNotRegular: something else is where a regular file should be.
+var ErrNotRegular = errors.New("no regular file")
+
+// OpenRegular opens a regular file; anything else in its place, links included, is ErrNotRegular.
+func OpenRegular(path string, flag int, mode fs.FileMode) (*os.File, error) {
+	f, err := os.OpenFile(path, flag|syscall.O_NOFOLLOW|syscall.O_NONBLOCK, mode)
+	if errors.Is(err, syscall.ELOOP) {
+		return nil, fmt.Errorf("open %s: %w: a link", path, ErrNotRegular)
+	}
+	if err != nil {
+		return nil, err
+	}
+	fi, err := f.Stat()
+	if err == nil && !fi.Mode().IsRegular() {
+		err = fmt.Errorf("open %s: %w", path, ErrNotRegular)
+	}
+	if err != nil {
+		f.Close()
+		return nil, err
+	}
+	return f, nil
+}
+
+// ReadRegular reads a file that OpenRegular opens.
+func ReadRegular(path string) ([]byte, error) {
+	f, err := OpenRegular(path, os.O_RDONLY, 0)
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+	return io.ReadAll(f)
 }
 
 // Name returns the path that the file was opened with.
