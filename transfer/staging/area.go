@@ -313,15 +313,15 @@ func (a *Area) copy(from, to string) error {
 
 // adopt hashes the file that lies at the partial's path, unless it is of another kind or size, and syncs it.
 func (p *Partial) adopt() error {
-	f, err := p.area.disk.OpenFile(p.path, os.O_RDONLY|syscall.O_NOFOLLOW|syscall.O_NONBLOCK, 0)
-	if errors.Is(err, syscall.ELOOP) {
+	f, err := p.area.disk.OpenFile(p.path, os.O_RDONLY, 0)
+	if errors.Is(err, durable.ErrNotRegular) {
 		return nil
 	}
 	if err != nil {
 		return err
 	}
 	defer f.Close()
-	if fi, err := os.Lstat(p.path); err != nil || !fi.Mode().IsRegular() || fi.Size() != p.size {
+	if size, err := f.Size(); err != nil || size != p.size {
 		return err
 	}
 	buf := make([]byte, durable.PieceSize)
