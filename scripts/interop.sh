@@ -45,7 +45,7 @@ same() { diff -r "$1" "$2" && pass "same bytes: $1 $2"; }
 # finds REGISTRY REPO says whether the aggregate leads to a base in REPO; find exits with 4 if it leads nowhere.
 finds() {
   kiln-pull find "$aggregate" --registry "$1" >finds.out 2>&1 || (($? == 4)) || fail "find: $(cat finds.out)"
-  grep -Eq "^base +$2 " finds.out
+  grep -Eq "^base +$1/$2@" finds.out
 }
 
 # found REGISTRY REPO fails unless the aggregate leads to a base in REPO.
