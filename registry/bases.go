@@ -255,7 +255,7 @@ func (q *request) base() (identity.Aggregate, error) {
 }
 
 func (r *Registry) getBases(w *response, q *request) error {
-	n, err := q.number("limit", defaultPage, maxPage)
+	n, err := q.page("limit", defaultPage)
 	if err != nil {
 		return err
 	}
@@ -265,7 +265,7 @@ func (r *Registry) getBases(w *response, q *request) error {
 			return api.Errorf(api.CodeParameterInvalid, "after: %v", err)
 		}
 	}
-	list, err := r.Bases(q.Context(), q.caller, after, max(n, 1))
+	list, err := r.Bases(q.Context(), q.caller, after, n)
 	if err != nil {
 		return err
 	}
@@ -277,11 +277,11 @@ func (r *Registry) getBase(w *response, q *request) error {
 	if err != nil {
 		return err
 	}
-	n, err := q.number("limit", maxPage, maxPage)
+	n, err := q.page("limit", maxPage)
 	if err != nil {
 		return err
 	}
-	base, err := r.Base(q.Context(), q.caller, a, q.URL.Query().Get("after"), max(n, 1))
+	base, err := r.Base(q.Context(), q.caller, a, q.URL.Query().Get("after"), n)
 	if err != nil {
 		return err
 	}
@@ -355,13 +355,13 @@ func (r *Registry) writeArtifacts(w *response, q *request, f answers.Filter) (er
 	if f.Since, err = q.since(); err != nil {
 		return err
 	}
-	n, err := q.number("limit", defaultPage, maxPage)
+	n, err := q.page("limit", defaultPage)
 	if err != nil {
 		return err
 	}
 	buf := pages.Get().(*[]byte)
 	defer pages.Put(buf)
-	b, err := r.Artifacts(q.Context(), q.caller, f, max(n, 1), (*buf)[:0])
+	b, err := r.Artifacts(q.Context(), q.caller, f, n, (*buf)[:0])
 	if err != nil {
 		return err
 	}
@@ -395,11 +395,11 @@ func (r *Registry) getLineage(w *response, q *request) error {
 	if err != nil {
 		return err
 	}
-	n, err := q.number("limit", defaultPage, maxPage)
+	n, err := q.page("limit", defaultPage)
 	if err != nil {
 		return err
 	}
-	l, err := r.desk.Lineage(q.Context(), q.caller, d, repo, q.URL.Query().Get("after"), max(n, 1))
+	l, err := r.desk.Lineage(q.Context(), q.caller, d, repo, q.URL.Query().Get("after"), n)
 	if err != nil {
 		return err
 	}
@@ -412,13 +412,13 @@ func (r *Registry) getEvals(w *response, q *request) error {
 	if err != nil {
 		return err
 	}
-	n, err := q.number("limit", maxPage, maxPage)
+	n, err := q.page("limit", maxPage)
 	if err != nil {
 		return err
 	}
 	buf := pages.Get().(*[]byte)
 	defer pages.Put(buf)
-	b, next, err := r.desk.Evals(q.Context(), q.caller, a, q.values().Get("after"), max(n, 1), *buf)
+	b, next, err := r.desk.Evals(q.Context(), q.caller, a, q.values().Get("after"), n, *buf)
 	if err != nil {
 		return err
 	}
@@ -426,7 +426,7 @@ func (r *Registry) getEvals(w *response, q *request) error {
 		*buf = b
 	}
 	if next != "" {
-		w.next(api.PathEvals(a), url.Values{"limit": {strconv.Itoa(max(n, 1))}, "after": {next}})
+		w.next(api.PathEvals(a), url.Values{"limit": {strconv.Itoa(n)}, "after": {next}})
 	}
 	return w.bytes(q, http.StatusOK, "application/jsonl", b)
 }

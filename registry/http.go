@@ -420,6 +420,12 @@ func (q *request) number(name string, def, most int) (int, error) {
 	return int(min(n, uint64(most))), nil
 }
 
+// page reads how long a page is asked to be: def unless the query says so, at least 1 and at most maxPage.
+func (q *request) page(name string, def int) (int, error) {
+	n, err := q.number(name, def, maxPage)
+	return max(n, 1), err
+}
+
 // window is how much of a blob is given to the connection at a time. The kernel sends a window without copying it.
 const window = 1 << 20
 

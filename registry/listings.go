@@ -127,12 +127,12 @@ func (r *Registry) getReferrers(w *response, q *request) error {
 	if err != nil {
 		return err
 	}
-	n, err := q.number("n", maxPage, maxPage)
+	n, err := q.page("n", maxPage)
 	if err != nil {
 		return err
 	}
 	artifactType := q.URL.Query().Get("artifactType")
-	page, next, err := r.Referrers(q.Context(), q.caller, repo, d, artifactType, q.URL.Query().Get("after"), max(n, 1))
+	page, next, err := r.Referrers(q.Context(), q.caller, repo, d, artifactType, q.URL.Query().Get("after"), n)
 	if err != nil {
 		return err
 	}
@@ -140,7 +140,7 @@ func (r *Registry) getReferrers(w *response, q *request) error {
 		w.Header().Set(api.HeaderFiltersApplied, "artifactType")
 	}
 	if next != "" {
-		link := url.Values{"n": {strconv.Itoa(max(n, 1))}, "after": {next}}
+		link := url.Values{"n": {strconv.Itoa(n)}, "after": {next}}
 		if artifactType != "" {
 			link.Set("artifactType", artifactType)
 		}
