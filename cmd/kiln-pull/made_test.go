@@ -45,16 +45,12 @@ func writeMade(ts *testscript.TestScript, _ bool, args []string) {
 	if len(args) > 3 {
 		seed = args[3][0]
 	}
-	ts.Check(os.MkdirAll(filepath.Dir(path), 0o755))
+	known, err := testartifact.Write(args[0], path, seed, base)
+	ts.Check(err)
+	if known {
+		return
+	}
 	switch args[0] {
-	case "peft":
-		ts.Check(testartifact.PEFT(path, seed))
-	case "adapter":
-		ts.Check(testartifact.Adapter(path, seed, base))
-	case "checkpoint", "bare":
-		ts.Check(testartifact.Checkpoint(path, seed, base, args[0] == "bare"))
-	case "receipt":
-		ts.Check(os.WriteFile(path, testartifact.Receipt("demo", identity.Sum(testartifact.Weights(seed)), base), 0o644))
 	case "eval":
 		id := strings.TrimSuffix(filepath.Base(path), ".json")
 		ts.Check(os.WriteFile(path, testartifact.Eval(id, "demo", base), 0o644))
@@ -211,23 +207,7 @@ func relink(ts *testscript.TestScript, _ bool, args []string) {
 // provenance puts an execution provenance into the auxiliary state of a checkpoint, and makes the request of the same
 // run: provenance FILE CHECKPOINT REQUEST
 func provenance(ts *testscript.TestScript, _ bool, args []string) {
-	raw := strings.TrimSpace(ts.ReadFile(args[0]))
-	path := filepath.Join(args[1], documents.CheckpointFile)
-	edit(ts, false, []string{path, `"auxiliary_state":{`, `"auxiliary_state":{"execution_provenance":` + raw + `,`})
-	var c map[string]json.RawMessage
-	ts.Check(json.Unmarshal([]byte(ts.ReadFile(path)), &c))
-	q := map[string]json.RawMessage{
-		"schema_version": json.RawMessage("1"), "request_type": json.RawMessage(`"kiln.resume-request.v1"`),
-		"seed": json.RawMessage("7"), "execution_provenance": json.RawMessage(raw),
-	}
-	for _, name := range []string{"training_kind", "adapter_name", "effective_config", "precision_policy", "data", "optimizer",
-		"scheduler", "rng_states", "state_files", "auxiliary_state"} {
-		q[name] = c[name]
-	}
-	var progress map[string]json.RawMessage
-	ts.Check(json.Unmarshal(c["progress"], &progress))
-	q["total_steps"], q["data_order"] = progress["total_steps"], progress["data_order"]
-	b, err := json.Marshal(q)
+	request, err := testartifact.Provenance(ts.MkAbs(args[1]), []byte(strings.TrimSpace(ts.ReadFile(args[0]))))
 	ts.Check(err)
-	ts.Check(os.WriteFile(ts.MkAbs(args[2]), b, 0o644))
+	ts.Check(os.WriteFile(ts.MkAbs(args[2]), request, 0o644))
 }

@@ -6,7 +6,6 @@ import (
 	"io"
 	"net/http"
 	"os"
-	"path/filepath"
 	"strings"
 	"sync/atomic"
 
@@ -35,17 +34,12 @@ func made(ts *testscript.TestScript, _ bool, args []string) {
 	if len(args) > 3 {
 		seed = args[3][0]
 	}
-	ts.Check(os.MkdirAll(filepath.Dir(path), 0o755))
+	known, err := testartifact.Write(args[0], path, seed, base)
+	ts.Check(err)
+	if known {
+		return
+	}
 	switch args[0] {
-	case "peft":
-		ts.Check(testartifact.PEFT(path, seed))
-	case "adapter":
-		ts.Check(testartifact.Adapter(path, seed, base))
-	case "checkpoint", "bare":
-		ts.Check(testartifact.Checkpoint(path, seed, base, args[0] == "bare"))
-	case "receipt":
-		weights := identity.Sum(testartifact.Weights(seed))
-		ts.Check(os.WriteFile(path, testartifact.Receipt("demo", weights, base), 0o644))
 	case "eval":
 		ts.Check(os.WriteFile(path, testartifact.Eval("eval-1", "demo", base), 0o644))
 	case "row":

@@ -55,6 +55,25 @@ func Adapter(dir string, seed byte, base *identity.Manifest) error {
 		os.WriteFile(filepath.Join(dir, documents.AdapterManifestFile), text, 0o644))
 }
 
+// Write writes a peft adapter, an adapter, a checkpoint, a bare checkpoint or a receipt to path, as kind says; known is
+// false for any other kind.
+func Write(kind, path string, seed byte, base *identity.Manifest) (known bool, err error) {
+	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
+		return true, err
+	}
+	switch kind {
+	case "peft":
+		return true, PEFT(path, seed)
+	case "adapter":
+		return true, Adapter(path, seed, base)
+	case "checkpoint", "bare":
+		return true, Checkpoint(path, seed, base, kind == "bare")
+	case "receipt":
+		return true, os.WriteFile(path, Receipt("demo", identity.Sum(Weights(seed)), base), 0o644)
+	}
+	return false, nil
+}
+
 func of(base *identity.Manifest) identity.Manifest {
 	if base == nil {
 		return identity.Manifest{}
@@ -139,6 +158,34 @@ func Checkpoint(dir string, seed byte, base *identity.Manifest, bare bool) error
 		"auxiliary_state": auxiliary, "files": listed,
 	})
 	return os.WriteFile(filepath.Join(dir, documents.CheckpointFile), manifest, 0o644)
+}
+
+// Provenance puts an execution provenance into a checkpoint, and returns the request of a run that is the same in every
+// respect.
+func Provenance(dir string, provenance []byte) (request []byte, err error) {
+	path := filepath.Join(dir, documents.CheckpointFile)
+	text, err := os.ReadFile(path)
+	if err != nil {
+		return nil, err
+	}
+	var c, auxiliary, progress map[string]json.RawMessage
+	err = errors.Join(json.Unmarshal(text, &c), json.Unmarshal(c["auxiliary_state"], &auxiliary),
+		json.Unmarshal(c["progress"], &progress))
+	if err != nil {
+		return nil, err
+	}
+	auxiliary["execution_provenance"] = provenance
+	c["auxiliary_state"] = encode(auxiliary)
+	wanted := object{
+		"schema_version": 1, "request_type": "kiln.resume-request.v1", "seed": 7,
+		"execution_provenance": json.RawMessage(provenance),
+		"total_steps":          progress["total_steps"], "data_order": progress["data_order"],
+	}
+	for _, same := range []string{"training_kind", "adapter_name", "effective_config", "precision_policy", "data",
+		"optimizer", "scheduler", "rng_states", "state_files", "auxiliary_state"} {
+		wanted[same] = c[same]
+	}
+	return encode(wanted), os.WriteFile(path, encode(c), 0o644)
 }
 
 func encode(v any) []byte {

@@ -67,40 +67,8 @@ func checkpoint(dir, request string, base identity.Manifest) error {
 	if err := testartifact.Checkpoint(dir, 1, &base, false); err != nil {
 		return err
 	}
-	path := filepath.Join(dir, documents.CheckpointFile)
-	text, err := os.ReadFile(path)
-	if err != nil {
-		return err
-	}
-	var c map[string]json.RawMessage
-	var auxiliary, progress map[string]json.RawMessage
-	err = errors.Join(json.Unmarshal(text, &c), json.Unmarshal(c["auxiliary_state"], &auxiliary),
-		json.Unmarshal(c["progress"], &progress))
-	if err != nil {
-		return err
-	}
-	auxiliary["execution_provenance"] = provenance
-	if c["auxiliary_state"], err = json.Marshal(auxiliary); err != nil {
-		return err
-	}
-	wanted := map[string]any{
-		"schema_version": 1, "request_type": "kiln.resume-request.v1", "seed": 7,
-		"execution_provenance": json.RawMessage(provenance),
-		"total_steps":          progress["total_steps"], "data_order": progress["data_order"],
-	}
-	for _, same := range []string{"training_kind", "adapter_name", "effective_config", "precision_policy", "data",
-		"optimizer", "scheduler", "rng_states", "state_files", "auxiliary_state"} {
-		wanted[same] = c[same]
-	}
-	return errors.Join(put(path, c), put(request, wanted))
-}
-
-func put(path string, v any) error {
-	text, err := json.Marshal(v)
-	if err != nil {
-		return err
-	}
-	return os.WriteFile(path, text, 0o644)
+	text, err := testartifact.Provenance(dir, provenance)
+	return errors.Join(err, os.WriteFile(request, text, 0o644))
 }
 
 // eval is the result of one suite on the base and on the adapter sql.
