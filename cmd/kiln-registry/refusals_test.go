@@ -107,12 +107,17 @@ func TestSocketOfAnotherUser(t *testing.T) {
 	store := filepath.Join(dir, home.DefaultStore)
 	cmd := program(t.Context(), "", "export", "--store", store)
 	if os.Geteuid() == 0 {
-		for _, path := range []string{store, dir, filepath.Dir(dir)} { // so that it is the socket that is closed
-			if err := os.Chmod(path, 0o755); err != nil {
-				t.Fatal(err)
-			}
+		if err := os.Chmod(store, 0o755); err != nil { // so that it is the socket that is closed
+			t.Fatal(err)
 		}
-		cmd.Path = "/proc/self/exe" // the folder of the test binary is closed to others
+		at, err := os.Open(dir)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer at.Close()
+		// The folders above the store and the test binary may be closed to others: neither is gone through.
+		cmd.ExtraFiles, cmd.Args[len(cmd.Args)-1] = []*os.File{at}, filepath.Join("/proc/self/fd/3", home.DefaultStore)
+		cmd.Path = "/proc/self/exe"
 		cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: 65534, Gid: 65534}}
 	} else if err := os.Chmod(filepath.Join(store, home.SocketFile), 0); err != nil {
 		t.Fatal(err)
