@@ -2,6 +2,7 @@ package index_test
 
 import (
 	"bytes"
+	"cmp"
 	"encoding/base64"
 	"encoding/json"
 	"errors"
@@ -102,25 +103,59 @@ func checkBound(t *testing.T, ix *index.Index, by identity.Digest) {
 	}
 }
 
-// TestManyBinds: only so many statements about one manifest count, whichever came first.
+// TestManyBinds: only the newest statements about one manifest count, whichever of them the index got first, and an
+// older one again when a newer one goes.
 func TestManyBinds(t *testing.T) {
-	kv := openMemory(t, new(memkv.Disk))
-	ix := opened(t, kv)
-	apply(t, ix, unbound("a", "adapter", 1))
-	var by []identity.Digest
+	var all []index.PutManifest
 	for i := range 30 {
 		s := bind("a", fmt.Sprint("statement ", i), uint64(i+2), "adapter", aggregate(fmt.Sprint(i)))
-		by = append(by, s.Digest)
-		apply(t, ix, s)
+		s.Created = epoch.Add(time.Duration(i*7%30/3) * time.Minute) // three of each time
+		all = append(all, s)
 	}
+	newest := slices.Clone(all)
+	slices.SortFunc(newest, func(a, b index.PutManifest) int {
+		return cmp.Or(b.Created.Compare(a.Created), a.Digest.Compare(b.Digest))
+	})
+	var rows []string
+	for round := range 3 {
+		kv := openMemory(t, new(memkv.Disk))
+		ix := opened(t, kv)
+		for i := range all {
+			if i == 10*round {
+				apply(t, ix, unbound("a", "adapter", 1))
+			}
+			apply(t, ix, all[(i*[]int{1, 29, 7}[round]+3)%30])
+		}
+		checkBinds(t, ix, newest[:16])
+		if rows == nil {
+			rows = dump(t, kv)
+		}
+		equal(t, "rows", dump(t, kv), rows)
+		apply(t, ix, index.DeleteManifest{Repo: "a", Digest: newest[0].Digest, Seq: 40})
+		checkBinds(t, ix, newest[1:17])
+	}
+}
+
+// checkBinds checks which statements bind the artifact of TestManyBinds, and where it is listed.
+func checkBinds(t *testing.T, ix *index.Index, want []index.PutManifest) {
+	t.Helper()
 	found, err := ix.Bindings(t.Context(), "a", identity.Sum([]byte("adapter")))
-	if err != nil || len(found) != 16 {
+	if err != nil || len(found) != len(want) {
 		t.Fatalf("%d bindings, %v", len(found), err)
 	}
-	slices.SortFunc(by, identity.Digest.Compare)
 	for i, b := range found {
-		equal(t, "statement", b.BoundBy, by[i])
+		equal(t, "statement", b.BoundBy, want[i].Digest)
 	}
+	listed := 0
+	for i := range 30 {
+		q := index.Query{Aggregate: aggregate(fmt.Sprint(i)), Kind: api.KindAdapter}
+		p, err := ix.Listing(t.Context(), q, 10, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		listed += p.Rows
+	}
+	equal(t, "listed under so many bases", listed, len(want))
 }
 
 // TestListingJSON: a row is what encoding an api.Artifact gives, member by member and in the same order, and what is long

@@ -173,7 +173,7 @@ func (o PutManifest) lacksRow(t tx, r Record) (why string, err error) {
 		values = append(values, contentKey(r.Digest, partShards))
 	}
 	if target, _, ok := r.bound(); ok {
-		values = append(values, bindingKey(r.Repo, target, r.Digest))
+		values = append(values, r.bindingKey(target))
 	}
 	for k, b := range r.listings(bindings) {
 		if b != nil {
@@ -400,7 +400,7 @@ func (im *importing) add(rows scratch, e Entry) error {
 	}
 	if target, _, ok := e.bound(); ok {
 		im.binds = append(im.binds, e.Record)
-		delete(rows, string(bindingKey(e.Repo, target, e.Digest)))
+		delete(rows, string(e.bindingKey(target)))
 	}
 	for k, v := range rows {
 		if err := im.sorter.Add([]byte(k), v); err != nil {

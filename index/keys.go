@@ -41,7 +41,7 @@ const (
 	stateReset             = "reset" // there while Reset is at work; the last key of all
 	maxText                = 255     // bytes of a text in a key; api.MaxRepoBytes
 	maxKey                 = 1024    // bytes; the longest key has less than two texts, three digests and a time
-	formatVersion     byte = 4
+	formatVersion     byte = 5
 )
 
 // Parts of tableContent, which are the same in every repository, but for the holders.
@@ -57,7 +57,7 @@ const (
 	partRefers                  // the digests that it refers to
 	partTag                     // tag that points to it
 	partLists                   // the digests of the manifests that it lists, of an index
-	partBinding                 // statement: the aggregate to which that binds it
+	partBinding                 // ~created, statement: the aggregate to which that binds it
 )
 
 type key []byte
@@ -182,8 +182,8 @@ func recordKeyOf(k []byte) (repo string, d identity.Digest, found bool, err erro
 }
 
 // bindingKey is that of what a statement says about a manifest of its repository.
-func bindingKey(repo string, d, statement identity.Digest) key {
-	return manifestKey(repo, d, partBinding).sum(statement)
+func (r Record) bindingKey(target identity.Digest) key {
+	return manifestKey(r.Repo, target, partBinding).newest(r.Created).sum(r.Digest)
 }
 
 func manifestGoneKey(repo string, d identity.Digest) key {

@@ -20,7 +20,8 @@ const (
 	listedFacts       = 4 << 10 // bytes
 	listedType        = 255     // bytes of an artifact type; a longer one is cut
 
-	// maxBinds is how many bind statements of one manifest count: those of the lowest digests.
+	// maxBinds is how many bind statements of one manifest count: the newest ones, of those of one time the ones of the
+	// lowest digests.
 	maxBinds = 16
 )
 
@@ -44,11 +45,11 @@ func target(form string, base identity.Aggregate, name string) identity.Digest {
 type Binding struct {
 	Aggregate identity.Aggregate // zero: nothing says which base it is
 	Evidence  api.Evidence
-	BoundBy   identity.Digest // the bind statement that says so, of several the one of the lowest digest; zero: its own
+	BoundBy   identity.Digest // the bind statement that says so, of several the newest one; zero: its own
 }
 
 // Bindings returns the bases from which a manifest was made: the one that it says itself, else those that the bind
-// statements of its repository state, in order of statement. None: it is a base, is of no kind, or is not there.
+// statements of its repository state, the newest statement first. None: it is a base, is of no kind, or is not there.
 func (ix *Index) Bindings(ctx context.Context, repo string, d identity.Digest) (found []Binding, err error) {
 	err = ix.view(ctx, func(t tx) error {
 		r, held, err := t.record(repo, d)
@@ -76,10 +77,10 @@ func (t tx) bindings(r Record) (found []Binding, err error) {
 			return nil, err
 		}
 		base, err := decodeSums(b)
-		if err != nil || len(base) != 1 || len(k) != len(prefix)+32 {
+		if err != nil || len(base) != 1 || len(k) != len(prefix)+8+32 {
 			return nil, errors.Join(err, fmt.Errorf("%w: malformed binding", ErrDamaged))
 		}
-		said := Binding{identity.Aggregate(base[0]), api.EvidenceAsserted, identity.Digest(k[len(prefix):])}
+		said := Binding{identity.Aggregate(base[0]), api.EvidenceAsserted, identity.Digest(k[len(prefix)+8:])}
 		found = addBinding(found, said)
 		if n++; n == maxBinds {
 			break
@@ -170,7 +171,7 @@ func (c *change) bind(r Record) error {
 	if err := c.touch(r.Repo, target); err != nil {
 		return err
 	}
-	return c.store(bindingKey(r.Repo, target, r.Digest), encodeSums([]identity.Digest{identity.Digest(base)}))
+	return c.store(r.bindingKey(target), encodeSums([]identity.Digest{identity.Digest(base)}))
 }
 
 // unbind takes back what bind added.
@@ -182,7 +183,7 @@ func (c *change) unbind(r Record) error {
 	if err := c.touch(r.Repo, target); err != nil {
 		return err
 	}
-	return c.Delete(bindingKey(r.Repo, target, r.Digest))
+	return c.Delete(r.bindingKey(target))
 }
 
 // relist makes the listing rows of what was touched anew.

@@ -153,7 +153,9 @@ func (m *model) bindings(p index.PutManifest) (found []index.Binding) {
 	if !p.Aggregate.IsZero() {
 		return []index.Binding{{Aggregate: p.Aggregate, Evidence: p.Evidence}}
 	}
-	for _, o := range m.live() { // in order of digest in a repository
+	live := m.live() // in order of digest in a repository
+	slices.SortStableFunc(live, func(a, b index.PutManifest) int { return b.Created.Compare(a.Created) })
+	for _, o := range live {
 		s := statement(o)
 		known := slices.ContainsFunc(found, func(b index.Binding) bool { return b.Aggregate == s.Base })
 		if o.Repo == p.Repo && s.Type == api.StatementBind && s.Target == p.Digest && !known {
