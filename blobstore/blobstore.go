@@ -36,6 +36,8 @@ var (
 	// ErrCut: the blob has not as many bytes as were stored, so that it is damaged without that anybody has to read it. It
 	// is an ErrNotFound and an ErrDamaged too: whoever has the right bytes may push them, which heals the blob.
 	ErrCut = fmt.Errorf("%w: %w", ErrNotFound, ErrDamaged)
+	// ErrIntact: the bytes of a copy that was to be set aside are those of its digest. It is shown as any other.
+	ErrIntact = errors.New("blob is intact")
 	// ErrRefsDamaged: refs that were kept are missing, or do not read back as they were kept; the error says where. It is
 	// an ErrDamaged too. What is left can be gone on with by an Open that accepts the loss.
 	ErrRefsDamaged = fmt.Errorf("%w: its refs", ErrDamaged)
@@ -192,7 +194,8 @@ type Losses interface {
 type Quarantine interface {
 	// SetAside hides the copy that i names and keeps its bytes for people to look at; why says in one line what is wrong
 	// with them. It is durable. From then on Stat and Open of the digest are ErrQuarantined, and List leaves it out, until
-	// another copy is committed, which removes what was set aside. ErrNotFound if that copy is not shown.
+	// another copy is committed, which removes what was set aside. ErrNotFound if that copy is not shown. ErrIntact if the
+	// store took it for cut itself, and has found now, by reading it, that it is not.
 	SetAside(ctx context.Context, i Info, why string) error
 	// Aside yields what is set aside, in no order.
 	Aside(ctx context.Context) iter.Seq2[AsideInfo, error]
@@ -208,8 +211,13 @@ type AsideInfo struct {
 // Segments is implemented by stores that record hash states while they receive a blob.
 type Segments interface {
 	// Segments returns the midstates of the copy that i names, in the form kiln.sha256-midstates.v1. ErrNotFound if none
-	// were recorded. They come from this store's own hashing, but whoever uses them checks them by the blob's digest.
+	// were recorded, ErrMidstatesDamaged, which is that too, if those that are there can't be used. They come from hashing
+	// the blob's bytes, but whoever uses them checks them by the blob's digest.
 	Segments(ctx context.Context, i Info) ([]byte, error)
+	// KeepSegments makes form, of somebody who has hashed all bytes of the copy that i names, its midstates, in place of
+	// those that are there. It is durable. ErrNotFound if that copy is not shown, ErrMidstatesDamaged if form can't be
+	// midstates of it. ErrNoSpace.
+	KeepSegments(ctx context.Context, i Info, form []byte) error
 }
 
 // Sweeper is implemented by stores in which a process that was killed can leave bytes that nothing shows.

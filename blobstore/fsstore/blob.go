@@ -52,11 +52,15 @@ func (st *Store) absent(what string, d identity.Digest, err error) error {
 
 // Stat implements blobstore.Store.
 func (st *Store) Stat(ctx context.Context, d identity.Digest) (blobstore.Info, error) {
-	i, err := st.stat(d)
-	if err == nil {
-		err = st.checkSize("stat blob", i)
+	fi, err := st.lstat(d)
+	if err != nil {
+		return blobstore.Info{}, err
 	}
-	return i, err
+	i := describeFile(d, fi)
+	if !fi.Mode().IsRegular() {
+		return i, fmt.Errorf("stat blob %s: %w: in place of its file is something else: %s", d, blobstore.ErrCut, fi.Mode())
+	}
+	return i, st.checkSize("stat blob", i)
 }
 
 // sizeNote is what the number of bytes that were stored is kept as with the file of a blob. Files of earlier programs
@@ -74,18 +78,29 @@ func (st *Store) checkSize(what string, i blobstore.Info) error {
 
 // stat is Stat for a copy of whatever size.
 func (st *Store) stat(d identity.Digest) (blobstore.Info, error) {
+	fi, err := st.lstat(d)
+	if err != nil {
+		return blobstore.Info{}, err
+	}
+	return describeFile(d, fi), nil
+}
+
+func (st *Store) lstat(d identity.Digest) (fs.FileInfo, error) {
 	// Hidden is asked last: a commit hides the blob before it names it.
 	fi, err := os.Lstat(st.path(d))
 	if err != nil || st.names.isHidden(d) {
-		return blobstore.Info{}, st.absent("stat blob", d, err)
+		return nil, st.absent("stat blob", d, err)
 	}
-	return describeFile(d, fi), nil
+	return fi, nil
 }
 
 // Open implements blobstore.Store. The reader ends at the end of the blob also when n goes past it; it is an error if
 // off does. Bytes are not checked again. The file stays readable after a Delete.
 func (st *Store) Open(ctx context.Context, i blobstore.Info, off, n int64) (io.ReadCloser, error) {
 	f, err := durable.OpenRegular(st.path(i.Digest), os.O_RDONLY, 0)
+	if errors.Is(err, durable.ErrNotRegular) {
+		err = fmt.Errorf("%w: %w", blobstore.ErrCut, err)
+	}
 	if err != nil {
 		return nil, st.absent("open blob", i.Digest, err)
 	}
@@ -180,7 +195,7 @@ func (st *Store) delete(ctx context.Context, i blobstore.Info) error {
 	if aside {
 		return st.dropAside(i.Digest)
 	}
-	if err := st.disk.Remove(st.path(i.Digest)); err != nil {
+	if err := st.clear(st.path(i.Digest)); err != nil {
 		return err
 	}
 	return st.syncShelf(i.Digest)
@@ -280,7 +295,7 @@ func (st *Store) publish(ctx context.Context, s *session, d identity.Digest) (bl
 	fi, err := os.Lstat(st.path(d))
 	// A name that is not durable yet is hidden, unless one of its kind has been there all along. A file of another size
 	// can't have these bytes.
-	if err != nil || fi.Size() != s.size {
+	if err != nil || fi.Size() != s.size || !fi.Mode().IsRegular() {
 		st.names.hide(d, true)
 	}
 	if err := st.name(s, d); err != nil {
@@ -326,7 +341,26 @@ func (st *Store) name(s *session, d identity.Digest) error {
 	if err := s.data.Chmod(0o444); err != nil {
 		return err
 	}
-	return st.disk.Rename(s.data.Name(), st.path(d))
+	return st.replace(s.data.Name(), st.path(d))
+}
+
+// replace gives a file a name, in place of what has it.
+func (st *Store) replace(file, path string) error {
+	if fi, err := os.Lstat(path); err == nil && fi.IsDir() {
+		if err := st.clear(path); err != nil {
+			return err
+		}
+	}
+	return st.disk.Rename(file, path)
+}
+
+// clear removes what is at path. A folder, which no program of this kind has made, is kept in the quarantine, under a
+// name that means nothing.
+func (st *Store) clear(path string) error {
+	if fi, err := os.Lstat(path); err == nil && fi.IsDir() {
+		return st.disk.Rename(path, filepath.Join(st.dir, quarantineName, filepath.Base(path)+".folder-"+newID()))
+	}
+	return st.disk.Remove(path)
 }
 
 func (st *Store) makeShelf(d identity.Digest) error {
@@ -348,49 +382,98 @@ func (st *Store) segmentsPath(d identity.Digest) string {
 // Segments implements blobstore.Segments. A blob has none if it was stored by a program that knew nothing of midstates,
 // or if the process or the machine failed in the moment of its commit.
 func (st *Store) Segments(ctx context.Context, i blobstore.Info) ([]byte, error) {
+	now, err := st.shown(ctx, i)
+	if err == nil {
+		var form []byte
+		if form, err = st.readSegments(now); err == nil {
+			return form, nil
+		}
+	}
+	return nil, fmt.Errorf("midstates of blob %s, generation %s: %w", i.Digest, i.Generation, err)
+}
+
+// shown describes the copy that i names. blobstore.ErrNotFound also if another one is shown.
+func (st *Store) shown(ctx context.Context, i blobstore.Info) (blobstore.Info, error) {
 	now, err := st.Stat(ctx, i.Digest)
 	if err == nil && now.Generation != i.Generation {
 		err = blobstore.ErrNotFound
 	}
+	return now, err
+}
+
+// readSegments returns the midstates of a copy that is shown. Those of a push are not synced: after a power failure they
+// can be torn.
+func (st *Store) readSegments(i blobstore.Info) ([]byte, error) {
+	path := st.segmentsPath(i.Digest)
+	fi, err := os.Lstat(path)
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
+		return nil, blobstore.ErrNotFound
+	case err == nil && fi.Size() > int64(lanes.MaxBytes):
+		return nil, fmt.Errorf("%w: they have %d bytes", blobstore.ErrMidstatesDamaged, fi.Size())
+	}
+	form, err := durable.ReadRegular(path)
 	if err != nil {
-		return nil, fmt.Errorf("midstates of blob %s, generation %s: %w", i.Digest, i.Generation, err)
+		return nil, fmt.Errorf("%w: %w", blobstore.ErrMidstatesDamaged, err)
 	}
-	form, err := durable.ReadRegular(st.segmentsPath(i.Digest))
+	return form, blobstore.FitMidstates(form, i, st.segment)
+}
+
+// KeepSegments implements blobstore.Segments.
+func (st *Store) KeepSegments(ctx context.Context, i blobstore.Info, form []byte) error {
+	defer st.names.lock(i.Digest)()
+	err := st.change()
+	if err == nil {
+		i, err = st.shown(ctx, i)
+	}
+	if err == nil {
+		err = blobstore.FitMidstates(form, i, st.segment)
+	}
+	if err == nil {
+		err = st.putSegments(newID(), i.Digest, form, true)
+	}
 	if err != nil {
-		return nil, st.absent("midstates of blob", i.Digest, err)
+		return fmt.Errorf("keep midstates of blob %s: %w", i.Digest, full(err))
 	}
-	// They are not synced: after a power failure they can be torn.
-	if s, err := lanes.ParseSegments(form, st.segment); err != nil || s.Digest != i.Digest {
-		return nil, fmt.Errorf("midstates of blob %s: %w: those that are there are of no use: %v",
-			i.Digest, blobstore.ErrNotFound, err)
-	}
-	return form, nil
+	return nil
 }
 
 // keepSegments makes the midstates of an upload whose blob d stands those of d, if it has any. Every copy of d has the
-// same ones. The caller holds the lock of d.
+// same ones. They are not synced. The caller holds the lock of d.
 func (st *Store) keepSegments(s *session, d identity.Digest) error {
 	form, err := s.midstates(d)
 	if err != nil || form == nil {
 		return err
 	}
+	return st.putSegments(s.id, d, form, false)
+}
+
+// putSegments makes form the midstates of d, by way of a file that is named by an upload's id. The caller holds the lock
+// of d.
+func (st *Store) putSegments(id string, d identity.Digest, form []byte, sync bool) error {
 	path := st.segmentsPath(d)
 	if err := st.disk.MkdirAll(filepath.Dir(path), 0o755); err != nil {
 		return err
 	}
-	temp := st.uploadPath(s.id, uploadSegments)
+	temp := st.uploadPath(id, uploadSegments)
 	f, err := st.disk.OpenFile(temp, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o444)
 	if err != nil {
 		return err
 	}
 	_, err = f.Write(form)
+	if err == nil && sync {
+		err = f.Sync()
+	}
 	if err = errors.Join(err, f.Close()); err == nil {
-		err = st.disk.Rename(temp, path)
+		err = st.replace(temp, path)
 	}
 	if err != nil {
-		err = errors.Join(err, st.disk.Remove(temp))
+		return errors.Join(err, st.disk.Remove(temp))
 	}
-	return err
+	if sync {
+		return st.disk.SyncDir(filepath.Dir(path))
+	}
+	return nil
 }
 
 // dropSegments removes the midstates of d durably. The caller holds the lock of d.
@@ -399,7 +482,7 @@ func (st *Store) dropSegments(d identity.Digest) error {
 	if _, err := os.Lstat(path); errors.Is(err, fs.ErrNotExist) {
 		return nil
 	}
-	if err := st.disk.Remove(path); err != nil {
+	if err := st.clear(path); err != nil {
 		return err
 	}
 	return st.disk.SyncDir(filepath.Dir(path))

@@ -5,10 +5,12 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"io/fs"
 	"iter"
 	"os"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"syscall"
 	"time"
@@ -74,6 +76,9 @@ func (st *Store) setAside(ctx context.Context, i blobstore.Info, why string) err
 	if err != nil {
 		return err
 	}
+	if cut := st.checkSize("set aside blob", now); cut != nil && st.mendSize(ctx, now) {
+		return blobstore.ErrIntact
+	}
 	b, err := json.Marshal(note{why, time.Now().UTC()})
 	if err != nil {
 		return err
@@ -90,6 +95,33 @@ func (st *Store) setAside(ctx context.Context, i blobstore.Info, why string) err
 		return err
 	}
 	return st.disk.WriteFile(path+asideNote, append(b, '\n'), 0o644)
+}
+
+// mendSize reads the file of a blob that has not the size that its note gives, and corrects the note if the bytes are
+// those of the digest. It says whether it did.
+func (st *Store) mendSize(ctx context.Context, i blobstore.Info) bool {
+	f, err := st.disk.OpenFile(st.path(i.Digest), os.O_RDONLY, 0)
+	if err != nil {
+		return false
+	}
+	defer f.Close()
+	piece := st.pieces.Get().(*[durable.PieceSize]byte)
+	defer st.pieces.Put(piece)
+	h, n := identity.NewHash(), int64(0)
+	for err == nil && ctx.Err() == nil {
+		var m int
+		m, err = f.Read(piece[:])
+		h.Write(piece[:m])
+		n += int64(m)
+	}
+	if err != io.EOF || identity.DigestOf(h) != i.Digest {
+		return false
+	}
+	// Who doesn't own the system must be able to write the file to change its notes.
+	if f.Chmod(0o644) == nil {
+		f.SetNote(sizeNote, strconv.FormatInt(n, 10))
+	}
+	return f.Chmod(0o444) == nil && st.checkSize("set aside blob", blobstore.Info{Digest: i.Digest, Size: n}) == nil
 }
 
 // Aside implements blobstore.Quarantine.
@@ -168,7 +200,7 @@ func (st *Store) dropAside(d identity.Digest) error {
 	if err := st.disk.Remove(path + asideNote); err != nil {
 		return err
 	}
-	if err := st.disk.Remove(path); err != nil {
+	if err := st.clear(path); err != nil {
 		return err
 	}
 	return st.disk.SyncDir(filepath.Dir(path))
@@ -184,7 +216,7 @@ func (st *Store) sweepAside() error {
 	err := st.eachAside(context.Background(), func(d identity.Digest, ext, name string) error {
 		_, gone := os.Lstat(st.path(d))
 		if ext == asideTemp || gone == nil || !st.isAside(d) {
-			return st.disk.Remove(filepath.Join(dir, name))
+			return st.clear(filepath.Join(dir, name))
 		}
 		return nil
 	})

@@ -33,6 +33,12 @@ func validID(id string) bool {
 	return len(id) == 32 && strings.Trim(id, "0123456789abcdef") == ""
 }
 
+func newID() string {
+	var random [16]byte
+	rand.Read(random[:])
+	return hex.EncodeToString(random[:])
+}
+
 // Create implements blobstore.Store. An announced size that is more than what is free is ErrNoSpace before the bytes
 // come, but no space is taken for it: whoever announces much and sends nothing keeps
 // nobody else out. The upload itself becomes durable with its first Append.
@@ -60,9 +66,7 @@ func (st *Store) create(hint identity.Digest, size int64) (id string, err error)
 	if err := first.setHash(identity.NewHash()); err != nil {
 		return "", err
 	}
-	var random [16]byte
-	rand.Read(random[:])
-	id = hex.EncodeToString(random[:])
+	id = newID()
 	if err = createState(st.disk, st.uploadPath(id, uploadState), &first); err == nil {
 		err = st.createData(id)
 	}

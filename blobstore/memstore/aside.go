@@ -51,9 +51,27 @@ func (st *Store) Segments(ctx context.Context, i blobstore.Info) (form []byte, e
 			return fmt.Errorf("midstates of blob %s: %w: it has one segment", i.Digest, blobstore.ErrNotFound)
 		}
 		form = bytes.Clone(b.midstates)
+		return blobstore.FitMidstates(form, i, st.segment)
+	})
+	if err != nil {
+		return nil, err
+	}
+	return form, nil
+}
+
+// KeepSegments implements blobstore.Segments.
+func (st *Store) KeepSegments(ctx context.Context, i blobstore.Info, form []byte) error {
+	return st.do(OpKeep, func() error {
+		b := st.blobs[i.Digest]
+		if b == nil || b.Generation != i.Generation {
+			return st.absent("keep midstates of", i)
+		}
+		if err := blobstore.FitMidstates(form, b.Info, st.segment); err != nil {
+			return fmt.Errorf("keep midstates of blob %s: %w", i.Digest, err)
+		}
+		b.midstates = bytes.Clone(form)
 		return nil
 	})
-	return form, err
 }
 
 // midstates returns those of all bytes, whose digest is d; nil if there is one segment.

@@ -33,6 +33,7 @@ const (
 	OpAbort    Op = "abort"
 	OpDelete   Op = "delete"
 	OpSetAside Op = "set aside"
+	OpKeep     Op = "keep midstates"
 	OpPut      Op = "put refs"
 )
 

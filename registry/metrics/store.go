@@ -30,11 +30,12 @@ const (
 	opAside    = "list_aside"
 	opSweep    = "sweep"
 	opSegments = "segments"
+	opKeep     = "keep_segments"
 )
 
 var ops = []string{
 	opStat, opOpen, opRead, opCreate, opResume, opAppend, opCommit, opAbort, opDelete, opList, opPutRefs, opReadRefs,
-	opUploads, opSetAside, opAside, opSweep, opSegments,
+	opUploads, opSetAside, opAside, opSweep, opSegments, opKeep,
 }
 
 // answers are errors of a store that say something about what was asked, and not that the store failed.
@@ -240,4 +241,10 @@ func (c countedSegments) Segments(ctx context.Context, i blobstore.Info) ([]byte
 	b, err := c.of.Segments(ctx, i)
 	c.m.count(ctx, opSegments, err)
 	return b, err
+}
+
+func (c countedSegments) KeepSegments(ctx context.Context, i blobstore.Info, form []byte) error {
+	err := c.of.KeepSegments(ctx, i, form)
+	c.m.count(ctx, opKeep, err)
+	return err
 }
