@@ -32,6 +32,7 @@ const (
 	CodeBlobReferred      Code = "BLOB_REFERRED"      // a manifest of the repository refers to the blob
 	CodeParameterInvalid  Code = "PARAMETER_INVALID"  // a query parameter, header or JSON body does not parse
 	CodeAggregateUnknown  Code = "AGGREGATE_UNKNOWN"  // nothing of that aggregate that the caller may pull
+	CodeMidstatesUnknown  Code = "MIDSTATES_UNKNOWN"  // the blob is held, and has no midstates
 	CodeAggregateConflict Code = "AGGREGATE_CONFLICT" // not sent as a code: the reason in the detail of MANIFEST_INVALID
 	CodeDocumentConflict  Code = "DOCUMENT_CONFLICT"  // not sent as a code: another reason there
 	CodeDocumentInvalid   Code = "DOCUMENT_INVALID"   // not sent as a code: another reason there
@@ -75,6 +76,7 @@ var codes = map[Code]struct {
 	CodeBlobReferred:     {http.StatusConflict, "a manifest of the repository refers to the blob"},
 	CodeParameterInvalid: {http.StatusBadRequest, "invalid parameter"},
 	CodeAggregateUnknown: {http.StatusNotFound, "no base model of that aggregate is known here"},
+	CodeMidstatesUnknown: {http.StatusNotFound, "no midstates of this blob are recorded here"},
 	CodeRouteUnknown:     {http.StatusNotFound, "no such route"},
 	CodeUploadBusy:       {http.StatusTooManyRequests, "the upload is in use by another request"},
 	CodeStoreFull:        {http.StatusInsufficientStorage, "no space left in the store"},
@@ -104,6 +106,7 @@ var (
 	ErrBlobReferred        = &Error{Code: CodeBlobReferred}
 	ErrParameterInvalid    = &Error{Code: CodeParameterInvalid}
 	ErrAggregateUnknown    = &Error{Code: CodeAggregateUnknown}
+	ErrMidstatesUnknown    = &Error{Code: CodeMidstatesUnknown}
 	ErrRouteUnknown        = &Error{Code: CodeRouteUnknown}
 	ErrUploadBusy          = &Error{Code: CodeUploadBusy}
 	ErrStoreFull           = &Error{Code: CodeStoreFull}

@@ -23,6 +23,9 @@ const (
 // PathBlob is a blob of a repository: HEAD, GET, DELETE.
 func PathBlob(repo string, d identity.Digest) string { return "/v2/" + repo + "/blobs/" + d.String() }
 
+// PathMidstates is the midstates of a blob, whichever repository holds it: HEAD, GET.
+func PathMidstates(d identity.Digest) string { return "/v1/blobs/" + d.String() + "/midstates" }
+
 // PathUploads is where an upload begins: POST.
 func PathUploads(repo string) string { return "/v2/" + repo + "/blobs/uploads/" }
 

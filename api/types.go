@@ -78,6 +78,7 @@ const (
 	MediaTypeWeightConfig = "application/vnd.cncf.model.weight.config.v1.raw"
 	MediaTypeCode         = "application/vnd.cncf.model.code.v1.raw"
 	MediaTypeDoc          = "application/vnd.cncf.model.doc.v1.raw"
+	MediaTypeMidstates    = "application/vnd.kiln.sha256-midstates.v1"
 
 	AnnotationFilepath    = "org.cncf.model.filepath"
 	AnnotationKind        = "dev.kiln.kind"

@@ -161,27 +161,77 @@ func (r *Registry) Mount(
 	if err := c.Check(access.Push, repo); err != nil {
 		return blobstore.Info{}, err
 	}
-	unknown := api.Errorf(api.CodeBlobUnknown, "no repository to mount blob %s from", d)
 	defer r.locks.Hold(d)()
 	if from == "" {
-		for holder, err := range r.ix.Holders(ctx, d, r.now()) {
-			if err != nil {
-				return blobstore.Info{}, err
-			}
-			if c.Sees(holder) {
-				from = holder
-				break
-			}
+		var err error
+		if from, err = r.holder(ctx, c, d); err != nil {
+			return blobstore.Info{}, err
 		}
 	}
 	if from == "" || !c.Sees(from) {
-		return blobstore.Info{}, unknown
+		return blobstore.Info{}, api.Errorf(api.CodeBlobUnknown, "no repository to mount blob %s from", d)
 	}
 	i, err := r.usableBlob(ctx, from, d)
 	if err != nil {
 		return i, err
 	}
 	return i, r.link(ctx, repo, i)
+}
+
+// holder returns a repository that holds a blob and that the caller may pull from; empty: there is none.
+func (r *Registry) holder(ctx context.Context, c access.Caller, d identity.Digest) (string, error) {
+	for repo, err := range r.ix.Holders(ctx, d, r.now()) {
+		if err != nil {
+			return "", err
+		}
+		if c.Sees(repo) {
+			return repo, nil
+		}
+	}
+	return "", nil
+}
+
+// Midstates returns those of a blob, in the form kiln.sha256-midstates.v1, to whoever may pull it from any repository.
+// ErrBlobUnknown, as for a blob that is not there. ErrMidstatesUnknown: it has one segment, or the store has not
+// recorded any; damaged ones count as none, and have the scrubber read the blob.
+func (r *Registry) Midstates(ctx context.Context, c access.Caller, d identity.Digest) ([]byte, error) {
+	repo, err := r.holder(ctx, c, d)
+	if err != nil {
+		return nil, err
+	}
+	if repo == "" {
+		return nil, api.Errorf(api.CodeBlobUnknown, "no repository that you may pull from holds blob %s", d)
+	}
+	i, err := r.statBlob(ctx, repo, d)
+	if err != nil {
+		return nil, err
+	}
+	unknown := api.Errorf(api.CodeMidstatesUnknown, "no midstates of blob %s are recorded here", d)
+	sg, ok := r.store.(blobstore.Segments)
+	if !ok {
+		return nil, unknown
+	}
+	form, err := sg.Segments(ctx, i)
+	if !errors.Is(err, blobstore.ErrNotFound) {
+		return form, err
+	}
+	if errors.Is(err, blobstore.ErrDamaged) && !r.readOnly {
+		r.log.Warn("midstates damaged", "digest", d.String(), "error", err)
+		r.scrubber.Suspect(d)
+	}
+	return nil, unknown
+}
+
+func (r *Registry) getMidstates(w *response, q *request) error {
+	d, err := api.ParseDigest(q.param("digest"))
+	if err != nil {
+		return err
+	}
+	form, err := r.Midstates(q.Context(), q.caller, d)
+	if err != nil {
+		return err
+	}
+	return w.bytes(q, http.StatusOK, api.MediaTypeMidstates, form)
 }
 
 // link makes a stored blob visible in a repository until a manifest refers to it. The caller holds its digest, since

@@ -74,6 +74,7 @@ var routes = []route{
 	{"GET HEAD", "/v1/bases/{aggregate}/manifest", access.Pull, made((*Registry).getBaseManifest)},
 	{"GET HEAD", "/v1/bases/{aggregate}/artifacts", access.Pull, made((*Registry).getArtifacts)},
 	{"GET HEAD", "/v1/bases/{aggregate}/evals.jsonl", access.Pull, (*Registry).getEvals},
+	{"GET HEAD", "/v1/blobs/{digest}/midstates", access.Pull, made((*Registry).getMidstates)},
 	{"GET HEAD", "/v1/artifacts", access.Pull, made((*Registry).getUnbound)},
 	{"GET HEAD", "/v1/artifacts/{digest}/lineage", access.Pull, made((*Registry).getLineage)},
 	{"POST", "/v1/compare", access.Pull, (*Registry).postCompare},

@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"io"
+	"mime"
 	"net/http"
 	"net/url"
 
@@ -51,6 +52,38 @@ func (c *Client) Blob(ctx context.Context, repo string, d identity.Digest, off, 
 		return nil, fmt.Errorf("blob %s: %w", d, err)
 	}
 	return &body{rc: resp.Body, left: n, size: n, c: c, host: resp.Request.URL.Host}, nil
+}
+
+// maxMidstates bounds the midstates of one blob, in bytes: those of 4 TiB.
+const maxMidstates = 8 << 20
+
+// Midstates returns the midstates of a blob in the form kiln.sha256-midstates.v1, as this registry answers itself: a
+// redirect to another host is ErrNotBlob. They are not checked here. api.ErrMidstatesUnknown where it has none of the
+// blob, api.ErrBlobUnknown where the caller may pull the blob from no repository. ErrSlow.
+func (c *Client) Midstates(ctx context.Context, d identity.Digest) ([]byte, error) {
+	ctx, done := within(ctx)
+	defer done()
+	resp, err := c.do(ctx, call{
+		method: http.MethodGet, path: api.PathMidstates(d), missing: api.ErrMidstatesUnknown,
+	}, http.StatusOK)
+	if err != nil {
+		return nil, err
+	}
+	defer resp.Body.Close()
+	switch t, _, _ := mime.ParseMediaType(resp.Header.Get("Content-Type")); {
+	case resp.Request.URL.Host != c.base.Host:
+		err = notBlob(resp, "midstates come from %s alone", c.base.Host)
+	case t != api.MediaTypeMidstates:
+		err = notBlob(resp, "it should be %s", api.MediaTypeMidstates)
+	}
+	var form []byte
+	if err == nil {
+		form, err = bounded(resp, maxMidstates)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("midstates of %s: %w", d, err)
+	}
+	return form, nil
 }
 
 func checkBlob(resp *http.Response, part bool, off, n, total int64) error {

@@ -219,6 +219,43 @@ func TestManifest(t *testing.T) {
 	}
 }
 
+// TestMidstatesRefused: midstates come from the registry itself, in one form and of bounded length.
+func TestMidstatesRefused(t *testing.T) {
+	elsewhere := quiet(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		w.Header().Set("Content-Type", api.MediaTypeMidstates)
+		w.Write([]byte("forged"))
+	}))
+	elsewhere.Start()
+	defer elsewhere.Close()
+	for name, test := range map[string]struct {
+		answer func(w http.ResponseWriter)
+		want   error
+	}{
+		"whatever bytes": {func(w http.ResponseWriter) { w.Write([]byte("x")) }, nil},
+		"too many":       {func(w http.ResponseWriter) { w.Write(make([]byte, maxMidstates+1)) }, ErrNotBlob},
+		"cut": {func(w http.ResponseWriter) {
+			w.Header().Set("Content-Length", "10")
+			w.Write([]byte("x"))
+		}, io.ErrUnexpectedEOF},
+		"another type": {func(w http.ResponseWriter) { w.Header().Set("Content-Type", "text/plain") }, ErrNotBlob},
+		"no such route": {func(w http.ResponseWriter) { w.WriteHeader(http.StatusNotFound) },
+			api.ErrMidstatesUnknown},
+		"elsewhere": {func(w http.ResponseWriter) {
+			w.Header().Set("Location", elsewhere.URL)
+			w.WriteHeader(http.StatusTemporaryRedirect)
+		}, ErrNotBlob},
+	} {
+		c := dial(t, func(w http.ResponseWriter, r *http.Request) {
+			w.Header().Set("Content-Type", api.MediaTypeMidstates)
+			test.answer(w)
+		}, Options{})
+		form, err := c.Midstates(t.Context(), digest)
+		if !errors.Is(err, test.want) || (err == nil) != (string(form) == "x") {
+			t.Errorf("%s: %.20q, %v, want %v", name, form, err, test.want)
+		}
+	}
+}
+
 func TestErrorBody(t *testing.T) {
 	c := dial(t, func(w http.ResponseWriter, r *http.Request) {
 		w.Header().Set("Content-Type", "application/json")
