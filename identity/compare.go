@@ -17,7 +17,7 @@ func Compare(a, b Manifest) Difference {
 	x, y := byContent(a.Shards), byContent(b.Shards)
 	var d Difference
 	for len(x) > 0 && len(y) > 0 {
-		switch c := compareContent(x[0], y[0]); {
+		switch c := compareContent(&x[0], &y[0]); {
 		case c < 0:
 			d.OnlyA, x = append(d.OnlyA, x[0]), x[1:]
 		case c > 0:
@@ -36,11 +36,11 @@ func Compare(a, b Manifest) Difference {
 // byContent returns the shards in the order of digest, then of numeric size; those with equal bytes by name.
 func byContent(shards []Shard) []Shard {
 	sorted := slices.Clone(shards)
-	slices.SortFunc(sorted, func(a, b Shard) int { return cmp.Or(compareContent(a, b), compareName(a, b)) })
+	slices.SortFunc(sorted, func(a, b Shard) int { return cmp.Or(compareContent(&a, &b), compareName(a, b)) })
 	return sorted
 }
 
-func compareContent(a, b Shard) int {
+func compareContent(a, b *Shard) int {
 	return cmp.Or(a.Digest.Compare(b.Digest), cmp.Compare(a.Size, b.Size))
 }
 

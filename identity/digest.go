@@ -33,17 +33,45 @@ func ParseAggregate(s string) (Aggregate, error) {
 	return Aggregate(b), err
 }
 
-func parse(s string) (b [32]byte, err error) {
-	if len(s) != len(prefix)+64 || s[:len(prefix)] != prefix {
+// DigestOfText is ParseDigest for a text that is not a string yet.
+func DigestOfText(b []byte) (Digest, error) {
+	d, err := parse(b)
+	return Digest(d), err
+}
+
+func parse[text string | []byte](s text) (b [32]byte, err error) {
+	if len(s) != len(prefix)+64 || string(s[:len(prefix)]) != prefix {
 		return b, fmt.Errorf("digest %.80q: want %q and 64 lowercase hex digits", s, prefix)
 	}
+	for i := range b {
+		high, low := nibbles[s[len(prefix)+2*i]], nibbles[s[len(prefix)+2*i+1]]
+		if high|low > 15 {
+			return [32]byte{}, notHex(string(s))
+		}
+		b[i] = high<<4 | low
+	}
+	return b, nil
+}
+
+// nibbles are the values of the lowercase hex digits; 255 for what is none.
+var nibbles = func() (of [256]byte) {
+	for i := range of {
+		of[i] = 255
+	}
+	for i, c := range []byte("0123456789abcdef") {
+		of[c] = byte(i)
+	}
+	return of
+}()
+
+// notHex says which byte of a digest's text is the first that is no hex digit.
+func notHex(s string) error {
 	for _, c := range []byte(s[len(prefix):]) {
-		if (c < '0' || c > '9') && (c < 'a' || c > 'f') {
-			return b, fmt.Errorf("digest %q: %q is no lowercase hex digit", s, c)
+		if nibbles[c] > 15 {
+			return fmt.Errorf("digest %q: %q is no lowercase hex digit", s, c)
 		}
 	}
-	_, err = hex.Decode(b[:], []byte(s[len(prefix):]))
-	return b, err
+	return nil
 }
 
 // String returns the text form.

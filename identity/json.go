@@ -12,20 +12,21 @@ import (
 // the largest valid manifest needs.
 const MaxDocument = 16 << 20
 
+// shardText is about how long the text of a shard is, in bytes.
+const shardText = 128
+
 // document is a manifest as it stands in JSON, before the rules are checked.
 type document struct {
 	version         uint32
 	kind, algorithm string
 	aggregate       string
 	total           uint64
-	shards          []Shard  // without their digests
-	digests         []string // of the shards, as text
+	shards          []Shard
+	malformed       map[int]error // what is wrong with the text of a shard's digest, by index
 
 	reading int // index of the shard being read, -1 when none is
-	next    struct {
-		filename, digest string
-		size             uint64
-	}
+	next    Shard
+	form    error // what is wrong with the text of its digest
 }
 
 // Parse reads a shard manifest and checks every rule. It refuses what Kiln refuses, and also a positional array in
@@ -36,7 +37,7 @@ func Parse(data []byte) (Manifest, error) {
 			Msg: fmt.Sprintf("%d bytes, at most %d are read", len(data), MaxDocument)}
 	}
 	d := document{reading: -1}
-	if err := strictjson.Read(data, d.read); err != nil {
+	if err := strictjson.Read(data, func(r *strictjson.Reader) error { return d.read(r, len(data)) }); err != nil {
 		e := &Error{Stage: StageParse, Shard: d.reading, Err: err}
 		if j, ok := errors.AsType[*strictjson.Error](err); ok {
 			e.Rule, e.Msg = j.Rule, j.Where()
@@ -46,7 +47,19 @@ func Parse(data []byte) (Manifest, error) {
 	return d.manifest()
 }
 
-func (d *document) read(r *strictjson.Reader) error {
+// Read is Parse for a manifest that stands inside of a JSON document: the next value of r. What is wrong with its text is
+// an error of r, and what is wrong with its content an *Error. One longer than MaxDocument is the latter, too.
+func Read(r *strictjson.Reader) (Manifest, error) {
+	d := document{reading: -1}
+	if err := d.read(r, MaxDocument); err != nil {
+		return Manifest{}, err
+	}
+	return d.manifest()
+}
+
+// read reads the document, whose shards may end at most so many bytes after its start.
+func (d *document) read(r *strictjson.Reader, most int) error {
+	start := r.Offset()
 	if r.Kind() == strictjson.Null {
 		return r.Fail(r.Offset(), strictjson.RuleType, "want an object, got null")
 	}
@@ -61,13 +74,17 @@ func (d *document) read(r *strictjson.Reader) error {
 			return err
 		}},
 		strictjson.Field{Name: "shards", Read: func() error {
+			d.shards = make([]Shard, 0, min(MaxShards, r.Left()/shardText))
 			return r.Array(func(i int) error {
 				d.reading = i
 				if err := r.Struct(shard...); err != nil {
 					return err
 				}
-				d.shards = append(d.shards, Shard{Filename: d.next.filename, Size: d.next.size})
-				d.digests = append(d.digests, d.next.digest)
+				if n := r.Offset() - start; n > most {
+					return &Error{Stage: StageParse, Rule: RuleInputSize, Shard: -1,
+						Msg: fmt.Sprintf("more than %d bytes, which is the most that is read", most)}
+				}
+				d.add()
 				d.reading = -1
 				return nil
 			})
@@ -75,11 +92,28 @@ func (d *document) read(r *strictjson.Reader) error {
 	)
 }
 
+// add takes the shard that was read.
+func (d *document) add() {
+	if d.form != nil {
+		if d.malformed == nil {
+			d.malformed = map[int]error{}
+		}
+		d.malformed[len(d.shards)] = d.form
+	}
+	d.shards = append(d.shards, d.next)
+}
+
 func (d *document) shardFields(r *strictjson.Reader) []strictjson.Field {
 	return []strictjson.Field{
-		text(r, "filename", &d.next.filename),
-		number(r, "size_bytes", &d.next.size),
-		text(r, "sha256", &d.next.digest),
+		text(r, "filename", &d.next.Filename),
+		number(r, "size_bytes", &d.next.Size),
+		{Name: "sha256", Read: func() error {
+			b, err := r.Text()
+			if err == nil {
+				d.next.Digest, d.form = DigestOfText(b)
+			}
+			return err
+		}},
 	}
 }
 
@@ -113,10 +147,7 @@ func (d *document) check(m *Manifest) (err error) {
 		return err
 	}
 	for i := range m.Shards {
-		s := &m.Shards[i]
-		var form error
-		s.Digest, form = ParseDigest(d.digests[i])
-		if err := checkShard(m.Shards[:i], *s, form); err != nil {
+		if err := checkShard(m.Shards[:i], m.Shards[i], d.malformed[i]); err != nil {
 			return err
 		}
 	}

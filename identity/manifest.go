@@ -2,6 +2,7 @@ package identity
 
 import (
 	"encoding/binary"
+	"math/bits"
 	"slices"
 )
 
@@ -65,13 +66,39 @@ func (m Manifest) SameContent(o Manifest) bool { return m.Aggregate == o.Aggrega
 // aggregate hashes the domain and a NUL, the count, and for each record its size and digest, integers as 8
 // little-endian bytes, records in the order of digest and then of numeric size.
 func aggregate(shards []Shard) Aggregate {
-	rec := byContent(shards)
-	buf := make([]byte, 0, len(AggregateAlgorithm)+1+8+40*len(rec))
+	buf := make([]byte, 0, len(AggregateAlgorithm)+1+8+40*len(shards))
 	buf = append(append(buf, AggregateAlgorithm...), 0)
-	buf = binary.LittleEndian.AppendUint64(buf, uint64(len(rec)))
-	for _, s := range rec {
-		buf = binary.LittleEndian.AppendUint64(buf, s.Size)
-		buf = append(buf, s.Digest[:]...)
+	buf = binary.LittleEndian.AppendUint64(buf, uint64(len(shards)))
+	for _, at := range contentOrder(shards) {
+		buf = binary.LittleEndian.AppendUint64(buf, shards[at].Size)
+		buf = append(buf, shards[at].Digest[:]...)
 	}
 	return Aggregate(Sum(buf))
+}
+
+// contentOrder returns the places of the shards in the order of digest and then of numeric size. It sorts numbers made of
+// the start of a digest and the place, which all but settles it, and then the runs that start alike.
+func contentOrder(shards []Shard) []uint64 {
+	places := uint64(1)<<bits.Len(uint(len(shards))) - 1
+	keys := make([]uint64, len(shards))
+	for i := range shards {
+		keys[i] = binary.BigEndian.Uint64(shards[i].Digest[:])&^places | uint64(i)
+	}
+	slices.Sort(keys)
+	for i := 0; i < len(keys); {
+		end := i + 1
+		for end < len(keys) && keys[end]&^places == keys[i]&^places {
+			end++
+		}
+		if end > i+1 {
+			slices.SortFunc(keys[i:end], func(a, b uint64) int {
+				return compareContent(&shards[a&places], &shards[b&places])
+			})
+		}
+		i = end
+	}
+	for i := range keys {
+		keys[i] &= places
+	}
+	return keys
 }

@@ -215,11 +215,11 @@ func (r reader) checked(name, rule string, to *string, check func(string) error)
 func (r reader) digest(name string, to *identity.Digest) field {
 	return field{Name: name, Read: func() error {
 		at := r.Offset()
-		s, err := r.String()
+		s, err := r.Text()
 		if err != nil {
 			return err
 		}
-		if *to, err = identity.ParseDigest(s); err != nil {
+		if *to, err = identity.DigestOfText(s); err != nil {
 			return r.Fail(at, RuleDigestForm, "%v", err)
 		}
 		return nil
@@ -270,11 +270,8 @@ func (r reader) list(name string, element func(i int) error) field {
 func (r reader) base(to *identity.Manifest) field {
 	return field{Name: baseMember, Optional: true, Read: func() error {
 		at := r.Offset()
-		text, err := r.Raw()
-		if err != nil {
-			return err
-		}
-		*to, err = identity.Parse(text)
+		var err error
+		*to, err = identity.Read(r.Reader)
 		return inner(at, err)
 	}}
 }

@@ -8,10 +8,24 @@ import (
 // Object reads an object. It calls member for each member, in the order of the text, with the name; member must read
 // the value. A name that occurs twice is refused before its second value is read.
 func (r *Reader) Object(member func(name string) error) error {
+	var names nameSet
+	return r.members(func(at int, text []byte) error {
+		name := r.own(text)
+		if !names.add(name) {
+			return r.twice(at, name)
+		}
+		if err := member(name); err != nil {
+			return within(err, name, true)
+		}
+		return nil
+	})
+}
+
+// members reads an object. It calls member for each member with its name, decoded, and where that starts.
+func (r *Reader) members(member func(at int, name []byte) error) error {
 	if err := r.open(Object); err != nil {
 		return err
 	}
-	var names nameSet
 	for first := true; ; first = false {
 		if more, err := r.next('}', first); !more {
 			return err
@@ -24,27 +38,28 @@ func (r *Reader) Object(member func(name string) error) error {
 		if err != nil {
 			return err
 		}
-		if !names.add(name) {
-			return r.fail(at, RuleDuplicate, "member %.80q twice in one object", name)
-		}
-		if err := member(name); err != nil {
-			return within(err, name, true)
+		if err := member(at, name); err != nil {
+			return err
 		}
 	}
 }
 
+func (r *Reader) twice(at int, name string) error {
+	return r.fail(at, RuleDuplicate, "member %.80q twice in one object", name)
+}
+
 // name reads a member name and the colon.
-func (r *Reader) name() (string, error) {
+func (r *Reader) name() ([]byte, error) {
 	if r.data[r.pos] != '"' {
-		return "", r.unexpected("a member name")
+		return nil, r.unexpected("a member name")
 	}
-	name, err := r.String()
+	name, err := r.text()
 	if err != nil {
-		return "", err
+		return nil, err
 	}
 	r.space()
 	if r.pos == len(r.data) || r.data[r.pos] != ':' {
-		return "", r.unexpected("':'")
+		return nil, r.unexpected("':'")
 	}
 	r.pos++
 	return name, nil
@@ -128,17 +143,21 @@ type Field struct {
 func (r *Reader) Struct(fields ...Field) error {
 	var found uint64 // bit i: fields[i] was there
 	start := r.Offset()
-	err := r.Object(func(name string) error {
+	err := r.members(func(at int, name []byte) error {
 		for i, f := range fields {
-			if f.Name == name {
-				found |= 1 << i
-				if f.Optional && r.Kind() == Null {
-					return r.literal()
-				}
-				return f.Read()
+			if f.Name != string(name) {
+				continue
 			}
+			if found&(1<<i) != 0 {
+				return r.twice(at, f.Name)
+			}
+			found |= 1 << i
+			if err := r.field(f); err != nil {
+				return within(err, f.Name, true)
+			}
+			return nil
 		}
-		return r.stranger(name, fields)
+		return within(r.stranger(string(name), fields), string(name), true)
 	})
 	if err != nil {
 		return err
@@ -149,6 +168,14 @@ func (r *Reader) Struct(fields ...Field) error {
 		}
 	}
 	return nil
+}
+
+// field reads the value of f.
+func (r *Reader) field(f Field) error {
+	if f.Optional && r.Kind() == Null {
+		return r.literal()
+	}
+	return f.Read()
 }
 
 // stranger reports a name that is not one of fields.

@@ -2,7 +2,9 @@ package strictjson
 
 import (
 	"bytes"
+	"encoding/binary"
 	"math"
+	"math/bits"
 	"strconv"
 	"strings"
 	"unicode/utf16"
@@ -104,56 +106,75 @@ func (r *Reader) uint(most uint64, rule string) (uint64, error) {
 
 // String reads a string and returns it decoded.
 func (r *Reader) String() (string, error) {
-	if err := r.want(String); err != nil {
-		return "", err
-	}
-	b, err := r.text()
+	b, err := r.Text()
 	if err != nil {
 		return "", err
 	}
 	return r.own(b), nil
 }
 
-// Limits of the strings that own keeps: longer ones and later ones are seldom repeated.
+// Text reads a string and returns it decoded, as bytes that may be a part of the document: they are not to be changed.
+func (r *Reader) Text() ([]byte, error) {
+	if err := r.want(String); err != nil {
+		return nil, err
+	}
+	return r.text()
+}
+
+// Limits of the strings that own keeps: longer ones are seldom repeated.
 const (
-	ownLen   = 16
+	ownLen   = 64
 	ownCount = 64
 )
 
-// own returns b as a string, the same one for a short text that came before.
+// own returns b as a string, the same one for a short text that came before and was not displaced by another.
 func (r *Reader) own(b []byte) string {
-	if len(b) > ownLen {
+	if len(b) == 0 || len(b) > ownLen {
 		return string(b)
 	}
-	if s, ok := r.short[string(b)]; ok {
-		return s
+	at := &r.short[(len(b)*7+int(b[len(b)-1])+int(b[len(b)/2])*3)%ownCount]
+	if *at != string(b) {
+		*at = string(b)
 	}
-	s := string(b)
-	if r.short == nil {
-		r.short = make(map[string]string, ownCount)
-	}
-	if len(r.short) < ownCount {
-		r.short[s] = s
-	}
-	return s
+	return *at
 }
 
 // text reads the string at the position. The bytes are a part of the document when it has no escapes.
 func (r *Reader) text() ([]byte, error) {
 	r.pos++
 	start := r.pos
-	for ; r.pos < len(r.data); r.pos++ {
-		switch c := r.data[r.pos]; {
-		case c == '"':
-			r.pos++
-			return r.data[start : r.pos-1], nil
-		case c == '\\':
-			return r.escaped(start)
-		case c < ' ':
-			return nil, r.fail(r.pos, RuleSyntax, "control character %#02x in a string", c)
+	r.pos += plain(r.data[start:])
+	if r.pos == len(r.data) {
+		return nil, r.unexpected("'\"'")
+	}
+	switch c := r.data[r.pos]; c {
+	case '"':
+		r.pos++
+		return r.data[start : r.pos-1], nil
+	case '\\':
+		return r.escaped(start)
+	default:
+		return nil, r.fail(r.pos, RuleSyntax, "control character %#02x in a string", c)
+	}
+}
+
+// plain returns how many bytes at the start of b stand for themselves in a string. It looks at eight of them at a time.
+func plain(b []byte) int {
+	const ones, tops = 0x0101010101010101, 0x8080808080808080
+	i := 0
+	for ; i+8 <= len(b); i += 8 {
+		w := binary.LittleEndian.Uint64(b[i:])
+		quote, slash := w^ones*'"', w^ones*'\\'
+		// The lowest top bit that is set is that of the first byte which is below ' ', or zero after the exclusive or.
+		found := ((w-ones*' ')&^w | (quote-ones)&^quote | (slash-ones)&^slash) & tops
+		if found != 0 {
+			return i + bits.TrailingZeros64(found)/8
 		}
 	}
-	return nil, r.unexpected("'\"'")
+	for i < len(b) && b[i] != '"' && b[i] != '\\' && b[i] >= ' ' {
+		i++
+	}
+	return i
 }
 
 // escaped reads the rest of a string that started at start and has its first escape at the position.

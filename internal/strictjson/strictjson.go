@@ -79,10 +79,10 @@ type Reader struct {
 	data   []byte
 	pos    int
 	depth  int
-	most   int               // members of all objects; 0: any number
-	count  int               // of members so far
-	finite bool              // see Finite
-	short  map[string]string // short strings handed out before, so that repeated ones are not allocated again
+	most   int              // members of all objects; 0: any number
+	count  int              // of members so far
+	finite bool             // see Finite
+	short  [ownCount]string // short strings handed out before, so that repeated ones are not allocated again
 }
 
 // Read checks that data is UTF-8, has document read its one value, and checks that nothing follows it.
@@ -130,6 +130,9 @@ func (r *Reader) Offset() int {
 	r.space()
 	return r.pos
 }
+
+// Left returns how many bytes of the document come after the position.
+func (r *Reader) Left() int { return len(r.data) - r.pos }
 
 // Fail returns an *Error at the given offset, for a rule of the caller's own format.
 func (r *Reader) Fail(offset int, rule, format string, args ...any) error {
