@@ -1,22 +1,108 @@
 package upkeep
 
 import (
+	"bytes"
 	"context"
+	"errors"
 	"fmt"
 	"strings"
 
 	"github.com/kiln-registry/kiln-registry/blobstore"
+	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/identity/lanes"
 )
 
-// parts checks a blob part by part while it is read.
-type parts struct {
+// reading is one reading of a blob from its start to its end. It hashes what it is given, and notes the midstates.
+type reading struct {
+	i    blobstore.Info
+	n    int64 // bytes so far
+	hash *lanes.Recorder
+	// Set where the parts that are damaged are to be named.
 	states *lanes.States
 	stream *lanes.Stream
 }
 
-// segments returns the check of the parts of a blob; nil if the store has no midstates of it that can be used.
-func (s *Scrubber) segments(ctx context.Context, i blobstore.Info) *parts {
+func newReading(i blobstore.Info) *reading {
+	return &reading{i: i, hash: lanes.NewRecorder(lanes.SegmentSize)}
+}
+
+// locate has the reading find out which parts are damaged, by midstates that were recorded before; nil: there are none.
+func (r *reading) locate(states *lanes.States) {
+	if states != nil {
+		r.states, r.stream = states, states.Stream()
+	}
+}
+
+func (r *reading) write(b []byte) {
+	r.hash.Write(b)
+	if r.stream != nil {
+		r.stream.Write(b)
+	}
+	r.n += int64(len(b))
+}
+
+func (r *reading) sum() identity.Digest { return identity.DigestOf(r.hash) }
+
+// damage says what is wrong with a blob that was read to its end and is not what its digest says.
+func (r *reading) damage() string {
+	switch {
+	case r.stream != nil:
+		return r.parts()
+	case r.n != r.i.Size:
+		return fmt.Sprintf("it has %d bytes where %d were stored", r.n, r.i.Size)
+	}
+	return fmt.Sprintf("its %d bytes hash to %s", r.n, r.sum())
+}
+
+// midstates returns the form of those that were noted of a blob that was right; nil if it has one segment.
+func (r *reading) midstates() ([]byte, error) {
+	n := lanes.Edges(r.n, lanes.SegmentSize)
+	if n == 0 || n > lanes.MaxEdges {
+		return nil, nil
+	}
+	_, noted := r.hash.Take()
+	states, err := lanes.New(lanes.SegmentSize, r.n, r.i.Digest, noted[:n])
+	if err != nil {
+		return nil, err
+	}
+	return states.MarshalBinary()
+}
+
+// keepSegments keeps the midstates of a blob that was read and was right, unless the store has the same ones, and says
+// whether it did. A failure is logged: the next pass tries again.
+func (s *Scrubber) keepSegments(ctx context.Context, r *reading) bool {
+	sg, ok := s.store.(blobstore.Segments)
+	if !ok || s.ReadOnly {
+		return false
+	}
+	form, err := r.midstates()
+	if form == nil && err == nil {
+		return false
+	}
+	var has []byte
+	if err == nil {
+		has, err = sg.Segments(ctx, r.i)
+	}
+	wrong := err == nil || errors.Is(err, blobstore.ErrDamaged)
+	if err == nil && bytes.Equal(has, form) {
+		return false
+	}
+	if err == nil || errors.Is(err, blobstore.ErrNotFound) {
+		err = sg.KeepSegments(ctx, r.i, form)
+	}
+	log := s.log.With("digest", r.i.Digest.String())
+	switch {
+	case errors.Is(err, blobstore.ErrNotFound): // the blob was removed or replaced meanwhile
+	case err != nil && ctx.Err() == nil:
+		log.Error("midstates not kept", "error", err)
+	case wrong:
+		log.Warn("midstates of a blob were wrong, and are replaced")
+	}
+	return err == nil
+}
+
+// segments returns the midstates of a blob; nil if the store has none that can be used.
+func (s *Scrubber) segments(ctx context.Context, i blobstore.Info) *lanes.States {
 	sg, ok := s.store.(blobstore.Segments)
 	if !ok {
 		return nil
@@ -29,23 +115,23 @@ func (s *Scrubber) segments(ctx context.Context, i blobstore.Info) *parts {
 	if err != nil || states.Digest != i.Digest {
 		return nil
 	}
-	return &parts{states, states.Stream()}
+	return states
 }
 
 // maxNamed is how many damaged ranges are named.
 const maxNamed = 8
 
-// damaged names the damaged parts of a blob of which n bytes were read in all.
-func (p *parts) damaged(n int64) string {
+// parts names the damaged parts of a blob that was read to its end. That is worth as much as the midstates are.
+func (r *reading) parts() string {
 	var ranges []string
-	bad := p.stream.End()
+	bad := r.stream.End()
 	for first := 0; first < len(bad); {
 		last := first
 		for last+1 < len(bad) && bad[last+1] == bad[last]+1 {
 			last++
 		}
-		from, _ := p.states.Range(bad[first])
-		end, size := p.states.Range(bad[last])
+		from, _ := r.states.Range(bad[first])
+		end, size := r.states.Range(bad[last])
 		ranges = append(ranges, fmt.Sprintf("%d-%d", from, end+size-1))
 		first = last + 1
 	}
@@ -54,14 +140,14 @@ func (p *parts) damaged(n int64) string {
 		more = fmt.Sprintf(" and %d more", len(ranges)-maxNamed)
 		ranges = ranges[:maxNamed]
 	}
-	text := fmt.Sprintf("damaged in bytes %s%s of %d", strings.Join(ranges, ", "), more, p.states.Size)
+	text := fmt.Sprintf("damaged in bytes %s%s of %d", strings.Join(ranges, ", "), more, r.states.Size)
 	switch {
 	case len(bad) == 0:
 		return "its bytes do not hash to its digest, although each part matches"
-	case n < p.states.Size:
-		text += fmt.Sprintf("; it ends after %d", n)
-	case n > p.states.Size:
-		text += fmt.Sprintf("; it goes on to %d", n)
+	case r.n < r.states.Size:
+		text += fmt.Sprintf("; it ends after %d", r.n)
+	case r.n > r.states.Size:
+		text += fmt.Sprintf("; it goes on to %d", r.n)
 	}
 	return text
 }

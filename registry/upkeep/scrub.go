@@ -48,6 +48,8 @@ type Finding struct {
 	Verdict Verdict         `json:"verdict"`
 	Why     string          `json:"why,omitempty"`   // unless it is good
 	Aside   bool            `json:"aside,omitempty"` // it was set aside
+	// Midstates: it had none, or wrong ones, and those that were found while it was read are kept now.
+	Midstates bool `json:"midstates,omitempty"`
 	// Before: it was set aside before, and was not read again. Size is 0.
 	Before bool `json:"before,omitempty"`
 	// Manifests are some of those that refer to a blob that is missing, or was set aside before.
@@ -64,6 +66,7 @@ type Scrubbing struct {
 	Unsteady   int64           `json:"unsteady"`
 	Unreadable int64           `json:"unreadable"`
 	Missing    int64           `json:"missing"`
+	Midstates  int64           `json:"midstates"` // blobs that were given some, as they had none or wrong ones
 	FromRecords
 }
 
@@ -82,6 +85,9 @@ func (s *Scrubbing) add(f Finding) {
 		s.Unsteady++
 	case Unreadable:
 		s.Unreadable++
+	}
+	if f.Midstates {
+		s.Midstates++
 	}
 	s.Read.add(f.Size)
 }
@@ -268,20 +274,25 @@ func unreachable(err error) error {
 // reached.
 func (s *Scrubber) blob(ctx context.Context, i blobstore.Info, p *pace) (Finding, error) {
 	f := Finding{Digest: i.Digest, Size: i.Size}
-	first := s.read(ctx, i, p, nil)
-	if first.Verdict == Damaged {
-		second := s.read(ctx, i, p, s.segments(ctx, i))
-		if second.Verdict == Good {
-			second.Verdict, second.Why = Unsteady, "right when it was read again; at first "+first.Why
+	r := newReading(i)
+	found := s.read(ctx, r, p)
+	if found.Verdict == Damaged {
+		first := found
+		r = newReading(i)
+		r.locate(s.segments(ctx, i))
+		if found = s.read(ctx, r, p); found.Verdict == Good {
+			found.Verdict, found.Why = Unsteady, "right when it was read again; at first "+first.Why
 		}
-		first = second
 	}
-	if err := cmp.Or(ctx.Err(), unreachable(first.err)); err != nil {
+	if err := cmp.Or(ctx.Err(), unreachable(found.err)); err != nil {
 		return f, err
 	}
-	f.Verdict, f.Why = first.Verdict, first.Why
+	f.Verdict, f.Why = found.Verdict, found.Why
 	switch f.Verdict {
-	case Good, Gone:
+	case Good:
+		f.Midstates = s.keepSegments(ctx, r)
+		return f, nil
+	case Gone:
 		return f, nil
 	case Damaged:
 		return s.setAside(ctx, i, f), nil
@@ -290,85 +301,82 @@ func (s *Scrubber) blob(ctx context.Context, i blobstore.Info, p *pace) (Finding
 	return f, nil
 }
 
-// reading is what one reading of a blob says.
-type reading struct {
+// outcome is what one reading of a blob says.
+type outcome struct {
 	Verdict
 	Why string
 	err error // of Unreadable
 }
 
-// read reads a blob once. parts, unless it is nil, gets to know which parts are damaged.
-func (s *Scrubber) read(ctx context.Context, i blobstore.Info, p *pace, parts *parts) reading {
-	sum, n, err := s.hash(ctx, i, p, parts)
+// read reads a blob once. Its bytes alone decide.
+func (s *Scrubber) read(ctx context.Context, r *reading, p *pace) outcome {
+	err := s.readAll(ctx, r, p)
 	switch {
-	case err == nil && sum == i.Digest:
-		return reading{Verdict: Good}
-	case err == nil && parts != nil:
-		return reading{Verdict: Damaged, Why: parts.damaged(n)}
-	case err == nil && n != i.Size:
-		return reading{Verdict: Damaged, Why: fmt.Sprintf("it has %d bytes where %d were stored", n, i.Size)}
+	case err == nil && r.sum() == r.i.Digest:
+		return outcome{Verdict: Good}
 	case err == nil:
-		return reading{Verdict: Damaged, Why: fmt.Sprintf("its %d bytes hash to %s", n, sum)}
+		return outcome{Verdict: Damaged, Why: r.damage()}
 	case errors.Is(err, blobstore.ErrDamaged):
-		return reading{Verdict: Damaged, Why: err.Error()}
+		return outcome{Verdict: Damaged, Why: err.Error()}
 	case errors.Is(err, blobstore.ErrNotFound):
-		return s.vanished(ctx, i, err)
+		return s.vanished(ctx, r.i, err)
 	}
-	return reading{Unreadable, err.Error(), err}
+	return outcome{Unreadable, err.Error(), err}
 }
 
 // vanished tells a blob that was removed from one that the store shows and has no bytes for.
-func (s *Scrubber) vanished(ctx context.Context, i blobstore.Info, err error) reading {
+func (s *Scrubber) vanished(ctx context.Context, i blobstore.Info, err error) outcome {
 	now, statErr := s.store.Stat(ctx, i.Digest)
 	switch {
 	case errors.Is(statErr, blobstore.ErrNotFound), statErr == nil && now.Generation != i.Generation:
-		return reading{Verdict: Gone, Why: err.Error()}
+		return outcome{Verdict: Gone, Why: err.Error()}
 	case statErr != nil:
-		return reading{Unreadable, statErr.Error(), statErr}
+		return outcome{Unreadable, statErr.Error(), statErr}
 	}
-	return reading{Verdict: Damaged, Why: "the store has no bytes for it: " + err.Error()}
+	return outcome{Verdict: Damaged, Why: "the store has no bytes for it: " + err.Error()}
 }
 
-func (s *Scrubber) hash(
-	ctx context.Context, i blobstore.Info, p *pace, parts *parts,
-) (sum identity.Digest, n int64, err error) {
-	r, err := s.store.Open(ctx, i, 0, -1)
+// readAll reads a blob to its end.
+func (s *Scrubber) readAll(ctx context.Context, r *reading, p *pace) error {
+	body, err := s.store.Open(ctx, r.i, 0, -1)
 	if err != nil {
-		return sum, 0, err
+		return err
 	}
-	defer r.Close()
-	h := identity.NewHash()
+	defer body.Close()
 	piece := make([]byte, scrubPiece)
 	for {
-		m, err := r.Read(piece)
-		h.Write(piece[:m])
-		if parts != nil {
-			parts.stream.Write(piece[:m])
-		}
-		n += int64(m)
+		n, err := body.Read(piece)
+		r.write(piece[:n])
 		if err == io.EOF {
-			return identity.DigestOf(h), n, nil
+			return nil
 		} else if err != nil {
-			return sum, n, err
+			return err
 		}
-		if err := p.read(ctx, m); err != nil {
-			return sum, n, err
+		if err := p.read(ctx, n); err != nil {
+			return err
 		}
 	}
 }
 
 // setAside puts a damaged blob where nobody is served it. What can't be set aside is found again by the next pass.
 func (s *Scrubber) setAside(ctx context.Context, i blobstore.Info, f Finding) Finding {
-	s.log.Error("blob damaged", "digest", i.Digest.String(), "size", i.Size, "why", f.Why)
+	log := s.log.With("digest", i.Digest.String())
 	q, ok := s.store.(blobstore.Quarantine)
-	if !ok || s.ReadOnly {
+	ok = ok && !s.ReadOnly
+	var err error
+	if ok {
+		err = q.SetAside(ctx, i, f.Why)
+	}
+	if errors.Is(err, blobstore.ErrIntact) {
+		log.Warn("blob not damaged: what the store had noted of its size was wrong, and is mended", "was", f.Why)
+		f.Verdict, f.Why = Good, ""
 		return f
 	}
-	err := q.SetAside(ctx, i, f.Why)
+	log.Error("blob damaged", "size", i.Size, "why", f.Why)
 	switch {
-	case errors.Is(err, blobstore.ErrNotFound): // by somebody else, or removed
+	case !ok, errors.Is(err, blobstore.ErrNotFound): // by somebody else, or removed
 	case err != nil:
-		s.log.Error("damaged blob not set aside", "digest", i.Digest.String(), "error", err)
+		log.Error("damaged blob not set aside", "error", err)
 	default:
 		f.Aside = true
 		s.changed()
