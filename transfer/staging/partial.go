@@ -1,12 +1,10 @@
 package staging
 
 import (
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io/fs"
 	"os"
-	"strings"
 	"syscall"
 
 	"github.com/kiln-registry/kiln-registry/identity"
@@ -17,20 +15,6 @@ const (
 	syncEvery = 64 << 20 // bytes after which the data is synced in the background, then a point that covers it saved
 	saveEvery = 8 << 20  // bytes after which a point is saved that is good until the machine goes down
 )
-
-// Suffixes of the files that hold the points of a partial.
-const (
-	stateSuffix  = ".state"  // not synced, nor is the data it covers: good under the same boot only
-	syncedSuffix = ".synced" // synced, after the data it covers
-)
-
-// point is a place in a file up to which its bytes are on the disk, with the hash of them.
-type point struct {
-	Size   int64  `json:"size_bytes"` // of the whole file
-	Offset int64  `json:"offset"`
-	Boot   string `json:"boot"`
-	Hash   []byte `json:"hash_state"`
-}
 
 // Partial is one file on its way in, named by the digest that it shall have. What was written is hashed in the same
 // pass, and neither read nor hashed again by whoever continues it later. It is not safe for concurrent use.
@@ -63,9 +47,15 @@ func (p *Partial) open() (err error) {
 	if pt.Offset > 0 {
 		err = p.hash.UnmarshalBinary(pt.Hash)
 	}
+	prefix := bestSegments(p.path, p.size, p.area.boot).prefix()
+	if prefix > pt.Offset {
+		pt = point{}
+	}
 	if err != nil || pt.Offset == 0 {
 		pt = point{}
 		p.hash = identity.NewHash()
+	}
+	if pt.Offset == 0 && prefix == 0 {
 		if err := p.area.drop(p.path); err != nil {
 			return err
 		}
@@ -74,8 +64,17 @@ func (p *Partial) open() (err error) {
 	if p.file, err = p.area.disk.OpenFile(p.path, os.O_RDWR|os.O_CREATE|syscall.O_NOFOLLOW, 0o666); err != nil {
 		return err
 	}
-	p.off, p.synced = pt.Offset, pt.Offset
-	if err = p.file.Truncate(p.off); err == nil && p.off < p.size {
+	if p.off = pt.Offset; p.off == 0 {
+		err = p.rehash(prefix)
+	}
+	p.synced = p.off
+	if err == nil {
+		err = p.area.retire(p.path, func(b []byte) bool { return len(b) != pointSize })
+	}
+	if err == nil {
+		err = p.file.Truncate(p.off)
+	}
+	if err == nil && p.off < p.size {
 		err = p.file.Reserve(p.size)
 	}
 	if err == nil {
@@ -87,57 +86,13 @@ func (p *Partial) open() (err error) {
 	return err
 }
 
-// bestPoint returns the furthest point that can be trusted, or the zero point. A file that has a second name could have
-// been written through it, and one that is shorter than its point lost data.
-func bestPoint(path string, size int64, boot string) (best point) {
-	fi, err := os.Lstat(path)
-	if err != nil || !fi.Mode().IsRegular() || fi.Sys().(*syscall.Stat_t).Nlink != 1 {
-		return point{}
-	}
-	for _, suffix := range []string{stateSuffix, syncedSuffix} {
-		b, err := os.ReadFile(path + suffix)
-		if err != nil {
-			continue
-		}
-		pt, ok := decodePoint(b)
-		if !ok || pt.Size != size || pt.Offset > min(size, fi.Size()) {
-			continue
-		}
-		if (suffix == syncedSuffix || pt.Boot == boot) && pt.Offset > best.Offset {
-			best = pt
-		}
-	}
-	return best
-}
-
-// pointSize is the length of every encoded point in bytes: it is written in place, within one block.
-const pointSize = 512
-
-// encode writes a point as one line of JSON, padded, and the SHA-256 of all that, so that a point which was only half
-// written is known.
-func (pt point) encode() ([]byte, error) {
-	b, err := json.Marshal(pt)
-	pad := pointSize - sha256Size - len(b)
-	if err == nil && pad < 1 {
-		err = fmt.Errorf("a point of %d bytes", len(b))
-	}
-	if err != nil {
-		return nil, err
-	}
-	b = append(b, strings.Repeat(" ", pad-1)+"\n"...)
-	sum := identity.Sum(b)
-	return append(b, sum[:]...), nil
-}
-
-const sha256Size = len(identity.Digest{})
-
-func decodePoint(b []byte) (pt point, ok bool) {
-	if len(b) != pointSize {
-		return pt, false
-	}
-	text := b[:pointSize-sha256Size]
-	ok = identity.Sum(text) == identity.Digest(b[len(text):]) && json.Unmarshal(text, &pt) == nil
-	return pt, ok
+// rehash takes over what came in segments, as far as they are in order.
+func (p *Partial) rehash(n int64) error {
+	return readPieces(p.file, 0, n, func(b []byte) error {
+		p.hash.Write(b)
+		p.off += int64(len(b))
+		return nil
+	})
 }
 
 // Offset returns the number of bytes that are there and hashed.
@@ -214,15 +169,8 @@ func (p *Partial) background() error {
 	}
 	p.synced = p.off
 	p.sync = make(chan error, 1)
-	go func(done chan<- error) { done <- p.syncPoint(b) }(p.sync)
+	go func(done chan<- error) { done <- syncWith(p.area.disk, p.file, p.path, b) }(p.sync)
 	return nil
-}
-
-func (p *Partial) syncPoint(b []byte) error {
-	if err := p.file.Sync(); err != nil {
-		return err
-	}
-	return p.area.disk.WriteFile(p.path+syncedSuffix, b, 0o644)
 }
 
 // wait returns the result of the background sync, if one was begun.
@@ -245,7 +193,7 @@ func (p *Partial) Finish() (identity.Digest, error) {
 	if err == nil && p.size >= syncEvery {
 		var b []byte
 		if b, err = p.point(); err == nil {
-			err = p.syncPoint(b)
+			err = syncWith(p.area.disk, p.file, p.path, b)
 		}
 	} else if err == nil {
 		if err = p.file.Sync(); err == nil {
@@ -263,9 +211,7 @@ func (p *Partial) Finish() (identity.Digest, error) {
 func (p *Partial) matches() bool {
 	ok := p.off == p.size && identity.DigestOf(p.hash) == p.want
 	if ok {
-		p.area.mu.Lock()
-		defer p.area.mu.Unlock()
-		p.area.verified[p.want] = true
+		p.area.verify(p.want)
 	}
 	return ok
 }

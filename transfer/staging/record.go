@@ -96,7 +96,8 @@ func received(dir string, r Record) (sum int64, err error) {
 	parts, err := others(dir, partsPrefix, "")
 	for _, p := range parts {
 		for _, f := range r.Files {
-			sum += bestPoint(filepath.Join(p, f.Digest.Hex()), f.Size, boot).Offset
+			path := filepath.Join(p, f.Digest.Hex())
+			sum += max(bestPoint(path, f.Size, boot).Offset, bestSegments(path, f.Size, boot).have())
 		}
 	}
 	return sum, err
