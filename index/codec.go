@@ -1,6 +1,7 @@
 package index
 
 import (
+	"bytes"
 	"context"
 	"encoding/binary"
 	"fmt"
@@ -74,6 +75,11 @@ func (r *reader) skip(n int) {
 }
 
 func (r *reader) uint() uint64 {
+	if len(r.left) > 0 && r.left[0] < 0x80 { // nearly all are small
+		v := r.left[0]
+		r.left = r.left[1:]
+		return uint64(v)
+	}
 	v, n := binary.Uvarint(r.left)
 	r.skip(n)
 	if r.bad {
@@ -309,6 +315,47 @@ func decodeNumber(data []byte) (uint64, error) {
 	r := reader{left: data}
 	n := r.uint()
 	return n, r.err("number")
+}
+
+// row is what a key of a listing says. Its texts are parts of that key, and valid as long as it is.
+type row struct {
+	group, repo []byte
+	created     uint64 // inverted
+	digest      identity.Digest
+}
+
+// rowEnd is the length of what every key of a listing ends with: the time and the manifest.
+const rowEnd = 8 + 32
+
+// read reads a key of a listing.
+func (r *row) read(k []byte) error {
+	from, to := 1, len(k)-rowEnd
+	grouped := k[0] == tableAggregate || k[0] == tableName || k[0] == tableLink
+	switch {
+	case grouped:
+		from += 32
+	case k[0] == tableSubject:
+		to -= 64
+	}
+	if to <= from {
+		return errKey
+	}
+	names := k[from:to]
+	r.group = nil
+	if grouped {
+		var found bool
+		if r.group, names, found = bytes.Cut(names, []byte{0}); !found {
+			return errKey
+		}
+	}
+	end := len(names) - 1
+	if end < 0 || bytes.IndexByte(names, 0) != end {
+		return errKey
+	}
+	r.repo = names[:end]
+	r.created = binary.BigEndian.Uint64(k[len(k)-rowEnd:])
+	r.digest = identity.Digest(k[len(k)-32:])
+	return nil
 }
 
 // tx is a Txn with the forms of this package's values.

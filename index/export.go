@@ -91,7 +91,7 @@ func (ix *Index) Export(ctx context.Context) iter.Seq2[Row, error] {
 }
 
 func (t tx) exportManifest(repo string, d identity.Digest) (Row, int, error) {
-	r, size, err := t.listed(&row{repo: repo, digest: d})
+	r, size, err := t.listed(repo, d)
 	if err != nil {
 		return Row{}, 0, err
 	}

@@ -188,16 +188,6 @@ func (ix *Index) Find(ctx context.Context, q Query) iter.Seq2[Record, error] {
 	})
 }
 
-// row is what a key of a listing says.
-type row struct {
-	group, repo string
-	created     uint64 // inverted
-	digest      identity.Digest
-}
-
-// rowEnd is the length of what every key of a listing ends with: the time and the manifest.
-const rowEnd = 8 + 32
-
 // check refuses what does not go together.
 func (q Query) check() error {
 	byBase := !q.Aggregate.IsZero() || q.Unbound
@@ -255,31 +245,14 @@ func (q Query) prefix() (key, error) {
 	return k, nil
 }
 
-// read reads a key of a listing. Texts that are as they were are used again.
-func (r *row) read(k []byte) error {
-	p := parts{left: k[1:]}
-	switch k[0] {
-	case tableAggregate, tableName, tableLink:
-		p.take(32)
-		r.group, r.repo = p.textLike(r.group), p.textLike(r.repo)
-	case tableSubject:
-		r.repo = p.textLike(r.repo)
-		p.take(64)
-	case tableRepo:
-		r.repo = p.textLike(r.repo)
-	}
-	r.created, r.digest = p.time(), p.sum()
-	return p.err()
-}
-
 // walk is a query on its way. It is used by one goroutine.
 type walk struct {
 	Query
 	prefix key
-	see    func(string) bool
-	since  uint64 // inverted; rows of a greater time are older
-	row    row    // the last one that look read
-	hidden bool   // where the last jump leads to tells the name of a repository that is not to be seen
+	see    func([]byte) bool // nil: all
+	since  uint64            // inverted; rows of a greater time are older
+	row    row               // the last one that look read
+	hidden bool              // where the last jump leads to tells the name of a repository that is not to be seen
 }
 
 // newWalk checks a query, and returns where it starts.
@@ -331,15 +304,17 @@ func (w *walk) jump(k []byte) []byte {
 	w.hidden = false
 	group := key(k[: 34+len(r.group) : 34+len(r.group)]) // of such a key: table, 32 bytes, the group and its zero
 	switch {
-	case grouped && w.Repo != "" && r.repo < w.Repo: // several groups are walked
+	case grouped && w.Repo != "" && string(r.repo) < w.Repo: // several groups are walked
 		return group.text(w.Repo)
-	case grouped && w.Repo != "" && r.repo > w.Repo:
+	case grouped && w.Repo != "" && string(r.repo) > w.Repo:
 		return after(group)
-	case !w.see(r.repo) && !grouped:
+	case w.see == nil || w.see(r.repo):
+	case !grouped:
 		return in(0xff) // the only repository is refused: behind every table
-	case !w.see(r.repo):
-		return w.pass(group, r.repo)
-	case r.created > w.since:
+	default:
+		return w.pass(group, string(r.repo))
+	}
+	if r.created > w.since {
 		return after(k[:len(k)-rowEnd])
 	}
 	return nil
@@ -360,15 +335,16 @@ func (w *walk) pass(group key, repo string) []byte {
 	return after(group.text(repo))
 }
 
-// onceEach asks see once for a run of rows of one repository.
-func onceEach(see func(string) bool) func(string) bool {
+// onceEach asks see once for a run of rows of one repository; nil: all are seen.
+func onceEach(see func(string) bool) func([]byte) bool {
 	if see == nil {
-		return func(string) bool { return true }
+		return nil
 	}
 	last, verdict := "", false
-	return func(repo string) bool {
-		if repo != last {
-			last, verdict = repo, see(repo)
+	return func(repo []byte) bool {
+		if string(repo) != last {
+			last = string(repo)
+			verdict = see(last)
 		}
 		return verdict
 	}
@@ -376,7 +352,7 @@ func onceEach(see func(string) bool) func(string) bool {
 
 // listedAs loads the row by aggregate of what another listing lists.
 func (t tx) listedAs(a identity.Aggregate, r *row) (listed, error) {
-	k := in(tableAggregate).sum(a).text(r.group).text(r.repo).ascending(r.created).sum(r.digest)
+	k := in(tableAggregate).sum(a).text(string(r.group)).text(string(r.repo)).ascending(r.created).sum(r.digest)
 	b, err := t.load(k)
 	if err != nil {
 		return listed{}, err
@@ -389,9 +365,9 @@ func (t tx) listedAs(a identity.Aggregate, r *row) (listed, error) {
 
 // recordOf loads the record of a listing's row, and the size of its value.
 func (t tx) recordOf(q Query, r *row, l listed) (Record, int, error) {
-	rec, size, err := t.listed(r)
+	rec, size, err := t.listed(string(r.repo), r.digest)
 	if !q.Target.IsZero() {
-		rec.Relation = r.group
+		rec.Relation = string(r.group)
 	}
 	if !l.boundBy.IsZero() {
 		rec.Aggregate, rec.Evidence, rec.BoundBy = q.Aggregate, api.Evidence(l.evidence), l.boundBy
@@ -400,15 +376,15 @@ func (t tx) recordOf(q Query, r *row, l listed) (Record, int, error) {
 }
 
 // listed loads the record that a row is about, and the size of its value.
-func (t tx) listed(r *row) (Record, int, error) {
-	b, err := t.load(manifestKey(r.repo, r.digest, partRecord))
+func (t tx) listed(repo string, d identity.Digest) (Record, int, error) {
+	b, err := t.load(manifestKey(repo, d, partRecord))
 	if err != nil {
 		return Record{}, 0, err
 	}
 	if b == nil {
-		return Record{}, 0, fmt.Errorf("%w: %s@%s is listed and not there", ErrDamaged, r.repo, r.digest)
+		return Record{}, 0, fmt.Errorf("%w: %s@%s is listed and not there", ErrDamaged, repo, d)
 	}
-	rec, err := decodeRecord(r.repo, r.digest, b)
+	rec, err := decodeRecord(repo, d, b)
 	return rec, len(b), err
 }
 
@@ -483,7 +459,7 @@ func (ix *Index) Bases(
 			if err != nil || !found {
 				return after(of), err
 			}
-			rec, size, err := t.listed(&r)
+			rec, size, err := t.listed(string(r.repo), r.digest)
 			p.add(rec, size)
 			return after(of), err
 		})

@@ -110,20 +110,13 @@ func (p *parts) take(n int) []byte {
 	return b
 }
 
-func (p *parts) text() string { return p.textLike("") }
-
-// textLike reads a text, and returns like itself if it is the same.
-func (p *parts) textLike(like string) string {
+func (p *parts) text() string {
 	i := bytes.IndexByte(p.left, 0)
 	if i < 0 {
 		p.bad = true
 		return ""
 	}
-	b := p.take(i + 1)[:i]
-	if string(b) == like {
-		return like
-	}
-	return string(b)
+	return string(p.take(i + 1)[:i])
 }
 
 func (p *parts) rest() string { return string(p.take(len(p.left))) }
@@ -135,10 +128,12 @@ func (p *parts) time() uint64 { return binary.BigEndian.Uint64(p.take(8)) }
 // err says whether the key had exactly the parts that were read.
 func (p *parts) err() error {
 	if p.bad || len(p.left) > 0 {
-		return fmt.Errorf("%w: malformed key", ErrDamaged)
+		return errKey
 	}
 	return nil
 }
+
+var errKey = fmt.Errorf("%w: malformed key", ErrDamaged)
 
 // typeSum stands for an artifact type in keys: types come from clients and may be of any length.
 func typeSum(artifactType string) identity.Digest { return identity.Sum([]byte(artifactType)) }

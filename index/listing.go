@@ -484,7 +484,9 @@ func (ix *Index) page(
 					return err
 				}
 			}
-			return t.walk(from, after(w.prefix), func(k, v []byte) ([]byte, error) { return p.visit(t, k, v) })
+			err := t.walk(from, after(w.prefix), func(k, v []byte) ([]byte, error) { return p.visit(t, k, v) })
+			p.at = bytes.Clone(p.at)
+			return err
 		})
 		switch {
 		case err != nil:
@@ -505,7 +507,7 @@ type paging struct {
 	most       int    // rows
 	rows, size int    // taken so far, with their bytes
 	full       bool   // and there is another row
-	at         []byte // all up to it is done
+	at         []byte // all up to it is done; in a transaction perhaps a key of it
 	steps      int    // left in this transaction
 	next       []byte // where the next transaction goes on; nil: there is none
 }
@@ -523,7 +525,7 @@ func (p *paging) visit(t tx, k, v []byte) ([]byte, error) {
 		return nil, err
 	case jump != nil:
 		if !p.hidden {
-			p.at = append(p.at[:0], jump...)
+			p.at = jump
 		}
 		return jump, nil
 	case !p.wants(l):
@@ -537,7 +539,7 @@ func (p *paging) visit(t tx, k, v []byte) ([]byte, error) {
 		}
 		p.rows, p.size = p.rows+1, p.size+size
 	}
-	p.at = append(p.at[:0], k...)
+	p.at = k
 	return nil, nil
 }
 
