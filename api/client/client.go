@@ -71,11 +71,16 @@ func New(host string, o Options) (*Client, error) {
 	if err != nil || base.Host != host || host == "" {
 		return nil, fmt.Errorf("registry %q: not a host or host:port", host)
 	}
-	roots, err := trusted(o.CAFile)
+	token, err := o.token()
 	if err != nil {
 		return nil, err
 	}
-	token, err := o.token()
+	return open(base, token, checkRedirect, o)
+}
+
+// open returns a client of the registry at base, which sends it token unless that is empty.
+func open(base *url.URL, token string, redirect func(*http.Request, []*http.Request) error, o Options) (*Client, error) {
+	roots, err := trusted(o.CAFile)
 	if err != nil {
 		return nil, err
 	}
@@ -95,7 +100,7 @@ func New(host string, o Options) (*Client, error) {
 		}
 	}
 	c.auth = &auth.Client{
-		Client:   &http.Client{Transport: transport(roots), CheckRedirect: checkRedirect},
+		Client:   &http.Client{Transport: transport(roots), CheckRedirect: redirect},
 		Cache:    auth.NewCache(),
 		ClientID: "kiln",
 	}
@@ -190,7 +195,7 @@ func transport(roots *x509.CertPool) *http.Transport {
 		TLSClientConfig:       &tls.Config{RootCAs: roots, MinVersion: tls.VersionTLS12},
 		TLSHandshakeTimeout:   15 * time.Second,
 		ExpectContinueTimeout: time.Second,
-		MaxIdleConnsPerHost:   32,
+		MaxIdleConnsPerHost:   64, // the most that kiln-pull opens
 		IdleConnTimeout:       90 * time.Second,
 		ReadBufferSize:        piece,
 		WriteBufferSize:       piece,
@@ -405,7 +410,13 @@ type watched struct {
 	watch *watch
 }
 
-func (b *watched) Read(p []byte) (int, error) { return b.watch.read(b.ReadCloser, p) }
+// Read gives up when no byte comes for the idle timeout. The time between two reads is the caller's.
+func (b *watched) Read(p []byte) (int, error) {
+	b.watch.timer.Reset(b.watch.idle)
+	n, err := b.watch.read(b.ReadCloser, p)
+	b.watch.timer.Stop()
+	return n, err
+}
 
 func (b *watched) Close() error {
 	defer b.watch.stop()
