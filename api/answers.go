@@ -7,7 +7,7 @@ import (
 )
 
 // NotProven are the things that a base manifest does not prove, as every answer about a base repeats.
-var NotProven = []string{"model config", "tokenizer", "chat template", "precision", "kernels"}
+var NotProven = identity.NotProven
 
 // Derivation is a statement that one base was made from others, which explains why their bytes differ and makes them no
 // more the same.

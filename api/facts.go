@@ -13,9 +13,12 @@ type Facts struct {
 	// Name is what the artifact calls itself: of an adapter, checkpoint or receipt the adapter's name, of an eval its id.
 	Name string `json:"name,omitempty"`
 	// Legacy: it is a Kiln record without a full shard manifest of its base, which is kept as an archive only.
-	Legacy  bool   `json:"legacy,omitempty"`
-	Source  string `json:"source,omitempty"` // file and JSON path of the strongest claim about the base
-	Created string `json:"recorded_at,omitempty"`
+	Legacy bool   `json:"legacy,omitempty"`
+	Source string `json:"source,omitempty"` // file and JSON path of the strongest claim about the base
+	// Conflict: the subject that the artifact refers to, in its repository, is of another base than the artifact itself
+	// names. It came later: else the artifact would have been refused. Nothing binds the artifact to that other base.
+	Conflict *Conflict `json:"conflict,omitempty"`
+	Created  string    `json:"recorded_at,omitempty"`
 
 	Adapter    *AdapterFacts    `json:"adapter,omitempty"`
 	Checkpoint *CheckpointFacts `json:"checkpoint,omitempty"`

@@ -16,6 +16,9 @@ const (
 	Extension          = ".safetensors"
 )
 
+// NotProven are the things about a model that a shard manifest does not prove. Nobody may change it.
+var NotProven = []string{"model config", "tokenizer", "chat template", "precision", "kernels"}
+
 // Shard is one safetensors file of a base model.
 type Shard struct {
 	Filename string // one portable path component, ends with .safetensors

@@ -3,6 +3,7 @@ package registry_test
 import (
 	"bytes"
 	"fmt"
+	"path/filepath"
 	"strings"
 	"testing"
 
@@ -98,6 +99,79 @@ func TestArtifactBeforeItsBase(t *testing.T) {
 			t.Fatal(a)
 		}
 		want = s.export()
+	}
+}
+
+// An artifact that names another base than a subject that comes later stays bound to the one that it names, and every
+// answer about it tells of the contradiction: also one of an index that was made anew, and when the subject is gone.
+func TestSubjectThatComesLaterDisagrees(t *testing.T) {
+	s := newServer(t)
+	a, base := s.base("src/model", "v1", "m", "1")
+	body := s.want(200, "GET", api.PathManifest("src/model", "v1"), nil).body
+	b, _ := s.base("src/other", "v1", "o", "2")
+	dir := filepath.Join(s.t.TempDir(), "sql")
+	if err := testartifact.Adapter(dir, 1, shardsOf(t, s, b)); err != nil {
+		t.Fatal(err)
+	}
+	s.want(202, "DELETE", api.PathManifest("src/model", base.String()), nil) // so that nobody has it
+	s.layer("a", api.MediaTypeWeight, "m-0.safetensors", safetensors("1"))
+	subject := map[string]any{"subject": desc{"mediaType": manifestType, "digest": base.String(), "size": 1}}
+	documented := s.manifest("a", s.files("a", dir), subject)
+	annotated := s.plain("a", "noted", base, map[string]string{api.AnnotationAggregate: b.String()})
+	early := []struct {
+		text     []byte
+		evidence api.Evidence
+		at       string
+	}{
+		{documented, api.EvidenceDocument, "adapter_manifest.json $.base_weight_shard_manifest"},
+		{annotated, api.EvidenceAsserted, "annotation " + api.AnnotationAggregate},
+	}
+	for _, m := range early {
+		if got := s.put("a", identity.Sum(m.text).String(), m.text); got.status != 201 {
+			t.Fatal(got)
+		}
+	}
+	push := func(what string) (export string) {
+		t.Helper()
+		for _, m := range early {
+			if got := s.put("a", identity.Sum(m.text).String(), m.text); got.status != 201 {
+				t.Errorf("%s: %v", what, got)
+			}
+			if got := s.binding("a", m.text); got != (api.Binding{Aggregate: b, Evidence: m.evidence}) {
+				t.Errorf("%s: %+v", what, got)
+			}
+			want := api.Conflict{Reason: api.CodeAggregateConflict, Claimed: a.String(), ClaimedAt: "subject " + base.String(),
+				Derived: b.String(), DerivedAt: m.at}
+			got := get[api.Lineage](s, api.PathLineage(identity.Sum(m.text))).Artifact.Facts
+			if got == nil || got.Conflict == nil || *got.Conflict != want {
+				t.Errorf("%s: %+v", what, got)
+			}
+		}
+		for _, x := range get[api.ArtifactList](s, api.PathArtifacts(b)+"?kind=adapter").Artifacts {
+			if x.Facts == nil || x.Facts.Conflict == nil {
+				t.Errorf("%s: %+v", what, x)
+			}
+		}
+		if got := get[api.ArtifactList](s, api.PathArtifacts(a)+"?kind=adapter"); len(got.Artifacts) > 0 {
+			t.Errorf("%s: %+v", what, got)
+		}
+		return s.export()
+	}
+	if got := s.put("a", "base", body); got.status != 201 {
+		t.Fatal(got)
+	}
+	want := s.export()
+	if push("again") != want || s.reindexed("subject later") != want || push("made anew") != want {
+		t.Error("it changed")
+	}
+	other := s.plain("a", "other", base, map[string]string{api.AnnotationAggregate: b.String()})
+	if got := s.put("a", "other", other); got.status != 400 {
+		t.Errorf("a new one: %v", got)
+	}
+	s.want(202, "DELETE", api.PathManifest("a", base.String()), nil)
+	want = push("subject gone")
+	if s.reindexed("subject gone") != want {
+		t.Error("it changed")
 	}
 }
 

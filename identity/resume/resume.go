@@ -9,14 +9,21 @@ package resume
 
 import (
 	"fmt"
+	"strings"
 
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/identity/documents"
 )
 
 // NotProven says what a base manifest does not prove. Every answer about a base repeats it.
-const NotProven = "The base manifest proves the bytes of the weights and nothing else: not the model config, " +
-	"the tokenizer, the chat template, the precision or the kernels."
+var NotProven = "The base manifest proves the bytes of the weights and nothing else: not " +
+	listed(identity.NotProven) + "."
+
+// listed gives things as a part of a sentence.
+func listed(things []string) string {
+	last := len(things) - 1
+	return "the " + strings.Join(things[:last], ", the ") + " or the " + things[last]
+}
 
 // Archival says what a checkpoint without a full shard manifest is good for.
 const Archival = "This checkpoint is kept as an archive. It can't be resumed from exactly, it is no serving adapter, " +

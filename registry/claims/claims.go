@@ -3,7 +3,6 @@
 package claims
 
 import (
-	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -58,19 +57,26 @@ func Inherit(ctx context.Context, f *classify.Finding, repo string, subject iden
 
 // Settle adds to what was found of a manifest what its repository says of it: which base its subject is, or was when
 // the same manifest was put before. ErrManifestInvalid if any of that contradicts what the manifest says, as far as the
-// caller may look at it: of what he may not pull nothing is told, and the manifest stands for itself.
+// caller may look at it: of what he may not pull nothing is told, and the manifest stands for itself. So does one that
+// is there already, as its subject came later. What contradicts it is noted then.
 func Settle(ctx context.Context, ix *index.Index, p Push, f *classify.Finding) error {
 	sees := p.Caller.Sees(p.Repo)
-	for _, add := range []func() error{
-		func() error { return Inherit(ctx, f, p.Repo, p.Manifest.Subject, Held(ix)) },
-		func() error { return remember(ctx, ix, p, f) },
+	was, stands, err := before(ctx, ix, p)
+	if err != nil {
+		return err
+	}
+	for _, err := range []error{
+		Inherit(ctx, f, p.Repo, p.Manifest.Subject, Held(ix)), f.Stay(p.Manifest.Subject, was),
 	} {
-		if err := add(); err != nil && (sees || !errors.Is(err, api.ErrManifestInvalid)) {
+		if err != nil && (sees && !stands || !errors.Is(err, api.ErrManifestInvalid)) {
 			return err
 		}
+		f.Note(err)
 	}
-	if err := checkSubject(ctx, ix, p, *f); err != nil {
-		return err
+	if !stands {
+		if err := checkSubject(ctx, ix, p, *f); err != nil {
+			return err
+		}
 	}
 	s := f.Facts.Statement
 	switch {
@@ -84,19 +90,30 @@ func Settle(ctx context.Context, ix *index.Index, p Push, f *classify.Finding) e
 	return nil
 }
 
-// remember keeps what is known of the same manifest by its subject.
-func remember(ctx context.Context, ix *index.Index, p Push, f *classify.Finding) error {
+// before returns what is known of the same manifest in the same repository, if it is there and has a subject.
+func before(ctx context.Context, ix *index.Index, p Push) (was classify.Artifact, stands bool, err error) {
 	if p.Manifest.Subject.IsZero() {
-		return nil
+		return was, false, nil
 	}
-	was, err := ix.Get(ctx, p.Repo, p.Digest.String())
+	rec, err := ix.Get(ctx, p.Repo, p.Digest.String())
 	if errors.Is(err, index.ErrNotFound) {
-		return nil
+		return was, false, nil
 	}
-	if err != nil {
-		return err
+	if err == nil {
+		was, err = known(rec)
 	}
-	return f.Stay(p.Manifest.Subject, classify.Artifact{Kind: was.Kind, Base: was.Aggregate, Evidence: was.Evidence})
+	return was, err == nil, err
+}
+
+// known is what a record says of its manifest.
+func known(rec index.Record) (a classify.Artifact, err error) {
+	a = classify.Artifact{
+		Kind: rec.Kind, State: rec.State, Packaging: rec.Packaging, Base: rec.Aggregate, Evidence: rec.Evidence,
+	}
+	if len(rec.Facts) > 0 {
+		err = json.Unmarshal(rec.Facts, &a.Facts)
+	}
+	return a, err
 }
 
 // checkSubject refuses a manifest that names another base than its subject is, wherever the caller may look at that.
@@ -197,8 +214,9 @@ type Late struct {
 	Finding  classify.Finding // with what the base says, by rules that are not known
 }
 
-// LateOf yields what refers to a base and is bound to it less firmly than if it had come after it. One that names
-// another base itself stays as it is. Nobody may change the manifests of the repository meanwhile but whoever gets them.
+// LateOf yields what refers to a base and is bound to it less firmly than if it had come after it, and what names another
+// base itself, which stays bound to that, with a note of the contradiction. Nobody may change the manifests of the
+// repository meanwhile but whoever gets them.
 func LateOf(ctx context.Context, ix *index.Index, base index.Record) iter.Seq2[Late, error] {
 	return func(yield func(Late, error) bool) {
 		if base.Kind != api.KindBase || base.Aggregate.IsZero() {
@@ -206,17 +224,11 @@ func LateOf(ctx context.Context, ix *index.Index, base index.Record) iter.Seq2[L
 		}
 		for rec, err := range ix.Find(ctx, index.Query{Repo: base.Repo, Subject: base.Digest}) {
 			var l Late
-			stands := err == nil && (rec.Evidence == api.EvidenceDocument || rec.Evidence == api.EvidenceAsserted)
-			if stands {
-				continue
+			changed := false
+			if err == nil && !settled(rec, base.Aggregate) {
+				l, changed, err = late(ctx, ix, rec, base)
 			}
-			if err == nil {
-				l, err = late(ctx, ix, rec)
-			}
-			if err == nil {
-				err = l.Finding.From(base.Digest, base.Aggregate)
-			}
-			if errors.Is(err, api.ErrManifestInvalid) || err == nil && l.Finding.Evidence == rec.Evidence {
+			if err == nil && !changed {
 				continue
 			}
 			if !yield(l, err) || err != nil {
@@ -226,19 +238,31 @@ func LateOf(ctx context.Context, ix *index.Index, base index.Record) iter.Seq2[L
 	}
 }
 
-// late recalls what is known of an artifact.
-func late(ctx context.Context, ix *index.Index, rec index.Record) (l Late, err error) {
-	_, body, err := ix.Manifest(ctx, rec.Repo, rec.Digest.String())
+// settled says whether a record can gain nothing from a base that it refers to.
+func settled(rec index.Record, base identity.Aggregate) bool {
+	stands := rec.Evidence == api.EvidenceDocument || rec.Evidence == api.EvidenceAsserted
+	return stands && rec.Aggregate == base
+}
+
+// late recalls what is known of an artifact, and adds to it what a base says to which it refers. changed says whether
+// that is anything new.
+func late(ctx context.Context, ix *index.Index, rec, base index.Record) (l Late, changed bool, err error) {
+	a, err := known(rec)
 	if err != nil {
-		return l, err
+		return l, false, err
 	}
-	l = Late{Record: rec, Body: body, Finding: classify.Finding{Artifact: classify.Artifact{
-		Kind: rec.Kind, State: rec.State, Packaging: rec.Packaging, Base: rec.Aggregate, Evidence: rec.Evidence,
-	}}}
-	if len(rec.Facts) > 0 {
-		err = json.Unmarshal(rec.Facts, &l.Finding.Facts)
+	l = Late{Record: rec, Finding: classify.Finding{Artifact: a}}
+	err = l.Finding.From(base.Digest, base.Aggregate)
+	switch {
+	case errors.Is(err, api.ErrManifestInvalid) && a.Facts.Conflict != nil:
+		return l, false, nil
+	case errors.Is(err, api.ErrManifestInvalid):
+		l.Finding.Note(err)
+	case err != nil || l.Finding.Evidence == rec.Evidence:
+		return l, false, err
 	}
-	m, perr := classify.ParseTaken(rec.MediaType, body)
-	l.Manifest = m
-	return l, cmp.Or(err, perr)
+	if _, l.Body, err = ix.Manifest(ctx, rec.Repo, rec.Digest.String()); err == nil {
+		l.Manifest, err = classify.ParseTaken(rec.MediaType, l.Body)
+	}
+	return l, true, err
 }

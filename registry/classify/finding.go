@@ -106,11 +106,28 @@ func (f *Finding) From(subject identity.Digest, base identity.Aggregate) error {
 	return nil
 }
 
+// Note keeps what From refused, of a manifest that stands all the same: its subject came later than it did.
+func (f *Finding) Note(refusal error) {
+	e, ok := errors.AsType[*api.Error](refusal)
+	if !ok {
+		return
+	}
+	if c, ok := e.Detail.(api.Conflict); ok {
+		f.Facts.Conflict = &c
+		f.Facts = bounded(f.Facts)
+	}
+}
+
 // Stay keeps what is known of the same manifest by its subject: that may be gone since, and what was acknowledged gets
 // no weaker. The error is that of From.
 func (f *Finding) Stay(subject identity.Digest, was Artifact) error {
-	if subject.IsZero() || was.Kind != f.Kind || was.Evidence != api.EvidenceAsserted ||
-		!stronger(was.Evidence, f.Evidence) {
+	if subject.IsZero() || was.Kind != f.Kind {
+		return nil
+	}
+	if c := was.Facts.Conflict; c != nil && was.Base == f.Base {
+		f.Facts.Conflict = c
+	}
+	if was.Evidence != api.EvidenceAsserted || !stronger(was.Evidence, f.Evidence) {
 		return nil
 	}
 	return f.From(subject, was.Base)
