@@ -165,6 +165,9 @@ func fileSide(name string) (Side, error) {
 		return Side{}, err
 	}
 	m, err := identity.Parse(b)
+	if wrong := folder.CheckKind(name, api.KindBase); err != nil && wrong != nil {
+		return Side{}, wrong
+	}
 	if err != nil {
 		return Side{}, fmt.Errorf("%s: %w", name, err)
 	}
@@ -191,11 +194,11 @@ func folderSide(ctx context.Context, name string, o folder.Options, w Watch) (Si
 }
 
 // in says in which folder something went wrong, unless the error says so itself.
-func in(folder string, err error) error {
-	if path := (*fs.PathError)(nil); errors.As(err, &path) {
+func in(dir string, err error) error {
+	if errors.As(err, new(*fs.PathError)) || errors.As(err, new(*folder.KindError)) {
 		return err
 	}
-	return fmt.Errorf("%s: %w", folder, err)
+	return fmt.Errorf("%s: %w", dir, err)
 }
 
 // HashFolder hashes the shards of a folder and tells w of it.

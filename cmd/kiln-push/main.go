@@ -50,8 +50,6 @@ func explain(err error) error {
 		return cli.Hint(err, followLinks)
 	case errors.As(err, &rule) && rule.Code == safetensors.CodeNoShards:
 		return cli.Hint(err, "name the folder that holds the model's *.safetensors files")
-	case errors.As(err, &rule) && rule.Code == safetensors.CodeAdapterNotBase:
-		return cli.Hint(err, "kiln-push adapter DIR REF pushes it as the adapter that it is")
 	case errors.As(err, &rule) && rule.Code == safetensors.WarnFamilyIncomplete:
 		return cli.Hint(err, "if that is the whole model, add --allow-incomplete-family")
 	case errors.As(err, &rule) && rule.Code == safetensors.CodeUnknownDType:

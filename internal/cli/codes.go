@@ -123,9 +123,12 @@ func hintOf(err error) string {
 	var h *hint
 	var record tls.RecordHeaderError
 	var refused *api.Error
+	var hinted interface{ Hint() string }
 	switch {
 	case errors.As(err, &h):
 		return h.text
+	case errors.As(err, &hinted) && !errors.As(err, new(*documents.Error)): // which says it in its text
+		return hinted.Hint()
 	case errors.As(err, &record), errors.Is(err, http.ErrSchemeMismatch):
 		return "if that registry speaks plain HTTP, add --plain-http"
 	case isTLS(err):

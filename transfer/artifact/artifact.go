@@ -83,8 +83,8 @@ var readers = map[api.Kind]func(path string, o Options) (*draft, error){
 }
 
 // Read reads the artifact of a kind at a path, a folder or one file, and checks it. Each of its bytes is hashed once. A
-// rule that is broken is an *Error, a *documents.Error or a *safetensors.Error; a file that can't be read is a
-// *fs.PathError, and one that changes meanwhile is folder.ErrChanged.
+// rule that is broken is an *Error, a *documents.Error or a *safetensors.Error; what is of another kind is a
+// *folder.KindError; a file that can't be read is a *fs.PathError, and one that changes meanwhile is folder.ErrChanged.
 func Read(ctx context.Context, kind api.Kind, path string, o Options) (*Artifact, error) {
 	read, ok := readers[kind]
 	if !ok {
@@ -92,7 +92,7 @@ func Read(ctx context.Context, kind api.Kind, path string, o Options) (*Artifact
 	}
 	d, err := read(path, o)
 	if err != nil {
-		return nil, err
+		return nil, cmp.Or(folder.CheckKind(path, kind), err)
 	}
 	d.Kind = kind
 	for _, p := range d.parts {

@@ -2,6 +2,7 @@ package artifact
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -9,9 +10,11 @@ import (
 	"os"
 	"path/filepath"
 
+	"github.com/kiln-registry/kiln-registry/api"
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/identity/documents"
 	"github.com/kiln-registry/kiln-registry/internal/durable"
+	"github.com/kiln-registry/kiln-registry/transfer/folder"
 )
 
 // StampOptions says how a stamp is made. The zero value is ready to use.
@@ -51,7 +54,7 @@ func Stamp(ctx context.Context, path string, base identity.Manifest, o StampOpti
 func stampAdapter(ctx context.Context, dir string, base identity.Manifest, o StampOptions) (Stamped, error) {
 	a, err := openAdapter(dir, !o.Force, o.Options)
 	if err != nil {
-		return Stamped{}, forced(err)
+		return Stamped{}, cmp.Or(folder.CheckKind(dir, api.KindAdapter), forced(err))
 	}
 	d := &draft{Artifact: Artifact{folder: a.folder}}
 	for _, name := range []string{a.names.Config, a.names.Model, a.names.Receipt} {

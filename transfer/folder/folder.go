@@ -15,6 +15,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/kiln-registry/kiln-registry/api"
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/identity/safetensors"
 )
@@ -62,12 +63,16 @@ type Folder struct {
 }
 
 // Open lists dir, follows links if o says so, and selects the shards and the files beside them. No shard is read yet. A
-// rule that is broken gives a *safetensors.Error; a folder that can't be read gives a *fs.PathError.
+// rule that is broken gives a *safetensors.Error, which a *KindError is too: so is told what is an adapter, a checkpoint
+// or an eval. A folder that can't be read gives a *fs.PathError.
 func Open(dir string, o Options) (*Folder, error) {
 	real, err := filepath.EvalSymlinks(dir)
 	var found []fs.DirEntry
 	if err == nil {
 		found, err = os.ReadDir(real)
+	}
+	if wrong := CheckKind(dir, api.KindBase); wrong != nil {
+		return nil, wrong
 	}
 	if path := (*fs.PathError)(nil); errors.As(err, &path) {
 		return nil, &fs.PathError{Op: "read folder", Path: dir, Err: path.Err}

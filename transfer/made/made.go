@@ -13,7 +13,6 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
-	"path/filepath"
 	"slices"
 	"strings"
 
@@ -53,25 +52,6 @@ const (
 	checkedHere = "every file was read and hashed here, and the documents fit them"
 	checkedFar  = "no file but the documents was read: they were compared with the digests that the registry keeps"
 )
-
-// KindOf says of what kind the artifact in a folder is, by the names of its files; empty: it may be a base, or nothing.
-func KindOf(dir string) api.Kind {
-	for _, f := range []struct {
-		name string
-		kind api.Kind
-	}{
-		{documents.CheckpointFile, api.KindCheckpoint}, {documents.AdapterManifestFile, api.KindAdapter},
-		{documents.AdapterConfigFile, api.KindAdapter}, {documents.AdapterWeightsFile, api.KindAdapter},
-	} {
-		if _, err := os.Lstat(filepath.Join(dir, f.name)); err == nil {
-			return f.kind
-		}
-	}
-	if strings.HasSuffix(filepath.Clean(dir), documents.CheckpointSuffix) {
-		return api.KindCheckpoint
-	}
-	return ""
-}
 
 // Open reads the artifact that a text names: a folder or a file of the kind, else a reference. Where nothing of the
 // name is on the disk and it is no reference either, the error is a *fs.PathError. A broken rule is an *artifact.Error,

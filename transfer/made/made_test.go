@@ -236,12 +236,6 @@ func TestOpen(t *testing.T) {
 			t.Errorf("%s: %v", c.text, err)
 		}
 	}
-	if k := made.KindOf(w.model); k != "" {
-		t.Errorf("a model is %q", k)
-	}
-	if k := made.KindOf("nowhere.kiln-checkpoint/"); k != api.KindCheckpoint {
-		t.Errorf("a checkpoint is %q", k)
-	}
 }
 
 func TestOpenHere(t *testing.T) {
