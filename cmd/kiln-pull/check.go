@@ -30,11 +30,15 @@ const longCheck = "Of a REF only the documents are fetched; files are compared b
 type checkFlags struct {
 	cli.Flags
 	base, provenance string
+	registry, repo   string // that hold the base, where that is an aggregate; no repo: it need not be held
 }
 
 func (f *checkFlags) bind(cmd *cobra.Command) {
 	f.Bind(cmd)
 	cmd.Flags().StringVar(&f.base, "base", "", "the base: DIR, FILE, REF, AGGREGATE or http://host:8420")
+	cmd.Flags().StringVar(&f.registry, "registry", cli.Registry(), "where an AGGREGATE with --repo is asked for")
+	cmd.Flags().StringVar(&f.repo, "repo", "",
+		"the repository whose packaging of an AGGREGATE is meant; its file names then count too")
 	cmd.Flags().StringVar(&f.provenance, "provenance", "",
 		"FILE with the execution provenance of the server (kiln.execution-provenance.v1)")
 }
@@ -132,7 +136,7 @@ func (f *checkFlags) read(ctx context.Context, kind api.Kind, name string, show 
 		return a, h, err
 	}
 	if f.base != "" {
-		if h, err = made.OpenHere(ctx, f.base, dial(&f.Flags, show), show.Watch); err != nil {
+		if h, err = f.here(ctx, show); err != nil {
 			return a, h, err
 		}
 	}
@@ -140,6 +144,24 @@ func (f *checkFlags) read(ctx context.Context, kind api.Kind, name string, show 
 		err = fmt.Errorf("%s: %w", f.provenance, err)
 	}
 	return a, h, err
+}
+
+// here is the base at hand.
+func (f *checkFlags) here(ctx context.Context, show *progress.Show) (made.Here, error) {
+	if f.repo == "" {
+		return made.OpenHere(ctx, f.base, dial(&f.Flags, show), show.Watch)
+	}
+	a, is, err := transfer.ParseAggregate(f.base)
+	if !is {
+		return made.Here{}, cli.Usagef("--repo goes with a --base that is an AGGREGATE; %.200q says itself what is meant", f.base)
+	}
+	if err == nil {
+		err = api.CheckRepo(f.repo)
+	}
+	if err != nil {
+		return made.Here{}, cli.Exit(cli.CodeUsage, err)
+	}
+	return made.OpenHeld(ctx, a, f.registry, f.repo, dial(&f.Flags, show))
 }
 
 // readDocument reads a file that a flag names.

@@ -21,6 +21,7 @@ import (
 	"github.com/kiln-registry/kiln-registry/internal/cli"
 	"github.com/kiln-registry/kiln-registry/internal/cli/progress"
 	"github.com/kiln-registry/kiln-registry/transfer"
+	"github.com/kiln-registry/kiln-registry/transfer/folder"
 	"github.com/kiln-registry/kiln-registry/transfer/made"
 )
 
@@ -188,7 +189,7 @@ func (f *findFlags) subject(ctx context.Context, arg string, stderr io.Writer) (
 func (f *findFlags) folder(ctx context.Context, s *subject, dir string, stderr io.Writer) error {
 	show := progress.New(cli.Flags{Quiet: f.Quiet || f.JSON}, io.Discard, stderr)
 	defer show.Close()
-	if kind := made.KindOf(dir); kind != "" {
+	if kind := folder.KindOf(dir); kind != "" && kind != api.KindBase {
 		a, err := made.OpenPath(ctx, kind, dir, show.Watch)
 		if err == nil && a.Aggregate().IsZero() {
 			err = cli.Exit(cli.CodeUsage, fmt.Errorf("%s: %w", dir, made.ErrNoBase))
@@ -391,9 +392,8 @@ func lineage(ctx context.Context, c *client.Client, d identity.Digest, repo stri
 }
 
 const (
-	maxLinks   = 500    // to one artifact, in a tree
-	maxInTree  = 500    // artifacts of a base, in a tree
-	maxInTable = 10_000 // scores, which are sorted before they are shown
+	maxLinks  = 500 // to one artifact, in a tree
+	maxInTree = 500 // artifacts of a base, in a tree
 )
 
 func (f *findFlags) writeTree(ctx context.Context, c *client.Client, s subject, stdout io.Writer) (err error) {
@@ -411,10 +411,26 @@ func (f *findFlags) writeTree(ctx context.Context, c *client.Client, s subject, 
 	if err == nil && t.Artifact == nil && len(t.Uses) == 0 {
 		err = f.nothing(s)
 	}
+	if err == nil {
+		err = t.Ask(func(a identity.Aggregate) ([]identity.Digest, error) { return unavailable(ctx, c, a) })
+	}
 	if err != nil {
 		return err
 	}
 	return t.Write(stdout, s.registry, f.JSON)
+}
+
+// unavailable are the shards of a base that the registry knows to be damaged or missing; none where it does not hold it.
+func unavailable(ctx context.Context, c *client.Client, a identity.Aggregate) (shards []identity.Digest, err error) {
+	err = c.Retry(ctx, a.String(), func() error {
+		page, err := c.BasePage(ctx, a, "", 1)
+		shards = page.UnavailableShards
+		return err
+	})
+	if errors.Is(err, api.ErrAggregateUnknown) {
+		return nil, nil
+	}
+	return shards, err
 }
 
 // some lists at most so many artifacts of a base that pass the filters; more says that there are others.
@@ -436,52 +452,4 @@ func (f *findFlags) some(ctx context.Context, c *client.Client, a identity.Aggre
 		}
 	}
 	return all, false, nil
-}
-
-func (f *findFlags) writeTable(ctx context.Context, c *client.Client, s subject, stdout io.Writer) error {
-	of := ""
-	switch {
-	case s.made != nil && s.made.Disputed != "":
-		return cli.Exit(cli.CodeUsage, fmt.Errorf("%s: %w: %s", s.made.Reference, made.ErrDisputed, s.made.Disputed))
-	case s.aggregate.IsZero():
-		return cli.Exit(cli.CodeUsage, fmt.Errorf("%s: %w, so no evals are known for it", s.plan.Reference(), made.ErrNoBase))
-	case s.made != nil && s.made.Kind != api.KindAdapter:
-		return cli.Usagef("--table is of a base or an adapter; %s is %s", s.made.Reference, made.Named(s.made.Kind))
-	case s.made != nil && s.made.Name == "":
-		return cli.Usagef("%s has no name, so no eval can name it", s.made.Reference)
-	case s.made != nil:
-		of = s.made.Name
-	}
-	f.kind = string(api.KindEval)
-	var scores []show.Score
-	var omitted []show.Omitted
-	for page, err := range f.pages(ctx, c, s.aggregate) {
-		if err != nil {
-			return err
-		}
-		for _, x := range page.Artifacts {
-			if !f.wants(x) {
-				continue
-			}
-			if x.FactsOmitted {
-				l, err := c.Lineage(ctx, x.Digest, x.Repository, "", 1)
-				if err != nil {
-					return err
-				}
-				x.Facts = l.Artifact.Facts
-			}
-			scores = append(scores, show.ScoresOf(s.registry, x, of)...)
-			if o := show.OmittedOf(s.registry, x); o.Runs > 0 {
-				omitted = append(omitted, o)
-			}
-		}
-		if len(scores)+len(omitted) > maxInTable {
-			return cli.Hint(cli.Usagef("more than %d runs", maxInTable), "--since, --repo and --name choose among them")
-		}
-	}
-	if len(scores)+len(omitted) == 0 {
-		return cli.Exit(cli.CodeNotFound, fmt.Errorf("%s: no eval of %s that may be seen has a run", s.registry, s.aggregate))
-	}
-	show.Sort(scores)
-	return errors.Join(show.WriteScores(stdout, scores, f.JSON), show.WriteOmitted(stdout, omitted, f.JSON))
 }

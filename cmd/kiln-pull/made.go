@@ -45,13 +45,38 @@ func (f *pullFlags) prepare(
 		}
 	}
 	if f.withBase == "" {
-		if a.Kind == api.KindAdapter && f.against == "" && !a.Aggregate().IsZero() {
-			show.Note(fmt.Sprintf("its base is %s; --with-base DIR pulls it too", a.Aggregate()))
+		if f.against == "" && (a.Kind == api.KindAdapter || a.Kind == api.KindCheckpoint) {
+			f.offer(ctx, c, a, dir, show)
 		}
 		return &a, nil, nil
 	}
 	found, err := f.baseOf(ctx, c, a, plan, show)
 	return &a, &found, err
+}
+
+// offer says how the base is had that an artifact was made from.
+func (f *pullFlags) offer(ctx context.Context, c *client.Client, a made.Artifact, dir string, show *progress.Show) {
+	if a.Aggregate().IsZero() {
+		return
+	}
+	if _, err := c.BasePage(ctx, a.Aggregate(), "", 1); errors.Is(err, api.ErrAggregateUnknown) {
+		show.Note(fmt.Sprintf("its base is %s, of which %s holds nothing that may be pulled", a.Aggregate(), c.Host()))
+		return
+	}
+	base := strings.TrimSuffix(filepath.Clean(dir), documents.CheckpointSuffix) + "-base"
+	show.Note(fmt.Sprintf("its base is %s; to have it too: kiln-pull pull %s %s --with-base %s", a.Aggregate(), a.Reference,
+		quoted(dir), quoted(base)))
+}
+
+// quoted is a path as a shell takes it.
+func quoted(path string) string {
+	plain := func(r rune) bool {
+		return r >= 'a' && r <= 'z' || r >= 'A' && r <= 'Z' || r >= '0' && r <= '9' || strings.ContainsRune("/._-+:@", r)
+	}
+	if path != "" && strings.IndexFunc(path, func(r rune) bool { return !plain(r) }) < 0 {
+		return path
+	}
+	return "'" + strings.ReplaceAll(path, "'", `'\''`) + "'"
 }
 
 // checkFlags refuses flags that do not go with what is pulled.
@@ -165,7 +190,7 @@ func (f *pullFlags) warn(show *progress.Show, text string) {
 func (f *pullFlags) baseOf(
 	ctx context.Context, c *client.Client, a made.Artifact, plan transfer.Plan, show *progress.Show,
 ) (transfer.Plan, error) {
-	base, names, err := made.FindBase(ctx, c, a, plan)
+	base, names, err := made.FindBase(ctx, c, a, plan, f.baseRepo)
 	switch {
 	case errors.Is(err, made.ErrDisputed):
 		return base, cli.Hint(cli.Exit(cli.CodeUsage, err), "say which: --with-base needs one base; have the statement that is "+

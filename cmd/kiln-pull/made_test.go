@@ -39,7 +39,7 @@ func modelOf(ts *testscript.TestScript, dir string) *identity.Manifest {
 }
 
 // writeMade writes an artifact that was made from the base in a folder, or from none where that is called none:
-// made peft|adapter|checkpoint|bare|receipt|eval|rows|scores|manifest PATH BASE [SEED]
+// made peft|adapter|checkpoint|bare|receipt|eval|rows|scores|many|manifest PATH BASE [SEED]
 func writeMade(ts *testscript.TestScript, _ bool, args []string) {
 	path, base, seed := ts.MkAbs(args[1]), modelOf(ts, args[2]), byte(1)
 	if len(args) > 3 {
@@ -57,7 +57,9 @@ func writeMade(ts *testscript.TestScript, _ bool, args []string) {
 	case "rows":
 		ts.Check(os.WriteFile(path, testartifact.Row("1", base), 0o644))
 	case "scores":
-		ts.Check(os.WriteFile(path, scores(strings.TrimSuffix(filepath.Base(path), ".json"), base), 0o644))
+		ts.Check(os.WriteFile(path, scores(strings.TrimSuffix(filepath.Base(path), ".json"), base, 1), 0o644))
+	case "many":
+		ts.Check(os.WriteFile(path, scores(strings.TrimSuffix(filepath.Base(path), ".json"), base, 50), 0o644))
 	case "manifest":
 		b, err := base.MarshalJSON()
 		ts.Check(err)
@@ -67,8 +69,8 @@ func writeMade(ts *testscript.TestScript, _ bool, args []string) {
 	}
 }
 
-// scores is an eval job with a run on the base, which passed 1 of 4 examples, and one on an adapter, which passed 3.
-func scores(id string, base *identity.Manifest) []byte {
+// scores is an eval job with runs on the base, which passed 1 of 4 examples, and as many on an adapter, which passed 3.
+func scores(id string, base *identity.Manifest, pairs int) []byte {
 	run := func(adapter string, passed int) string {
 		return fmt.Sprintf(`{"suite_name":"math","adapter":%s,"aggregation":{"kind":"single"},"metrics":{"num_examples":4,`+
 			`"num_completions":4,"num_pass":%d,"num_fail":%d,"num_invalid":0,"num_error":0,"accuracy":%g,"latency":{}},`+
@@ -76,7 +78,8 @@ func scores(id string, base *identity.Manifest) []byte {
 			`"finished_at":"2026-07-14T12:00:01Z","suite_hash":"0123456789abcdef"}`, adapter, passed, 4-passed, float64(passed)/4)
 	}
 	job := string(testartifact.Eval(id, "sql", base))
-	job = strings.Replace(job, `"finished_runs":[]`, `"finished_runs":[`+run("null", 1)+`,`+run(`"sql"`, 3)+`]`, 1)
+	job = strings.Replace(job, `"finished_runs":[]`, `"finished_runs":[`+
+		strings.TrimSuffix(strings.Repeat(run("null", 1)+`,`+run(`"sql"`, 3)+`,`, pairs), ",")+`]`, 1)
 	return []byte(strings.Replace(job, `"error":null`, `"error":null,"effective_seed":"17"`, 1))
 }
 

@@ -29,6 +29,7 @@ type pullFlags struct {
 	options        transfer.PullOptions
 
 	withBase, against string // of what was made from a base
+	baseRepo          string // where the base of withBase is looked for; empty: anywhere
 	allow             bool   // another base than that of against
 	stderr            io.Writer
 }
@@ -49,6 +50,12 @@ func pullCommand() *cobra.Command {
 			"  kiln-pull pull 127.0.0.1:5000/team/sql:v1 ./sql --against http://127.0.0.1:8420",
 		Args: cli.Args("REF|AGGREGATE", "DIR"),
 		RunE: func(cmd *cobra.Command, args []string) error {
+			if _, is, _ := transfer.ParseAggregate(args[0]); !is && f.withBase != "" {
+				f.repo, f.baseRepo = "", f.repo // a REF names its own
+			}
+			if err := f.checkRepo(); err != nil {
+				return err
+			}
 			s, err := parseSource(args[0], f.registry, f.repo)
 			if err != nil {
 				return err
@@ -58,7 +65,7 @@ func pullCommand() *cobra.Command {
 	}
 	f.Bind(cmd)
 	cmd.Flags().StringVar(&f.registry, "registry", cli.Registry(), "where an AGGREGATE is asked for")
-	cmd.Flags().StringVar(&f.repo, "repo", "", "the repository from which an AGGREGATE is pulled")
+	cmd.Flags().StringVar(&f.repo, "repo", "", "the repository from which an AGGREGATE, or the base of --with-base, is pulled")
 	cmd.Flags().IntVar(&f.options.Jobs, "jobs", 8, "files, or parts of a file, received at a time")
 	cmd.Flags().BoolVar(&f.options.Replace, "replace", false,
 		"replace the folder at DIR, whatever it is; its files that match are used. A folder at --with-base stays")
@@ -69,6 +76,13 @@ func pullCommand() *cobra.Command {
 		"the base that it shall run on: DIR, FILE, REF, AGGREGATE or http://host:8420")
 	cmd.Flags().BoolVar(&f.allow, "allow-mismatch", false, "pull it also if it was made from another base than --against")
 	return cmd
+}
+
+func (f *pullFlags) checkRepo() error {
+	if f.baseRepo == "" {
+		return nil
+	}
+	return cli.Exit(cli.CodeUsage, api.CheckRepo(f.baseRepo))
 }
 
 func (f *pullFlags) pull(ctx context.Context, s source, dir string, stdout, stderr io.Writer) error {

@@ -38,9 +38,10 @@ const (
 )
 
 // FindBase finds, in the registry that holds an artifact, the base that it was made from: the manifest that it refers
-// to, else one whose shards are called as its documents record, else any. The names that were recorded are restored
-// where no shard index says others. The errors are ErrNoBase, ErrDisputed and those of transfer.ResolveAggregate.
-func FindBase(ctx context.Context, c *client.Client, a Artifact, plan transfer.Plan) (
+// to, else one whose shards are called as its documents record, else any; in one repository or, if repo is empty, in
+// all. The names that were recorded are restored where no shard index says others. The errors are ErrNoBase, ErrDisputed
+// and those of transfer.ResolveAggregate.
+func FindBase(ctx context.Context, c *client.Client, a Artifact, plan transfer.Plan, repo string) (
 	base transfer.Plan, names Names, err error,
 ) {
 	is := a.Aggregate()
@@ -51,7 +52,7 @@ func FindBase(ctx context.Context, c *client.Client, a Artifact, plan transfer.P
 		return base, "", fmt.Errorf("%s: %w", a.Reference, ErrNoBase)
 	}
 	want := a.Binding().Manifest.Shards
-	if !plan.Subject.IsZero() {
+	if !plan.Subject.IsZero() && (repo == "" || repo == plan.Repository) {
 		h := api.Held{Repository: plan.Repository, Digest: plan.Subject}
 		base, err = transfer.ResolveHeld(ctx, c, is, h)
 		if err == nil && called(base, want) {
@@ -59,7 +60,7 @@ func FindBase(ctx context.Context, c *client.Client, a Artifact, plan transfer.P
 		}
 	}
 	if len(want) > 0 {
-		plans, err := calledSo(ctx, c, is, want)
+		plans, err := calledSo(ctx, c, is, want, repo)
 		if err != nil {
 			return base, "", err
 		}
@@ -69,7 +70,7 @@ func FindBase(ctx context.Context, c *client.Client, a Artifact, plan transfer.P
 			return base, NamesHeld, err
 		}
 	}
-	if base, err = transfer.ResolveAggregate(ctx, c, is, ""); err != nil {
+	if base, err = transfer.ResolveAggregate(ctx, c, is, repo); err != nil {
 		return base, "", err
 	}
 	if called(base, want) {
@@ -137,7 +138,7 @@ func called(base transfer.Plan, want []identity.Shard) bool {
 
 // calledSo returns the bases whose shards have the names that were recorded, one of each packaging, the newest first.
 func calledSo(
-	ctx context.Context, c *client.Client, a identity.Aggregate, want []identity.Shard,
+	ctx context.Context, c *client.Client, a identity.Aggregate, want []identity.Shard, repo string,
 ) ([]transfer.Plan, error) {
 	type candidate struct {
 		packaging identity.Digest
@@ -150,7 +151,9 @@ func calledSo(
 		}
 		for _, p := range page.Packagings {
 			for _, h := range p.Manifests {
-				all = append(all, candidate{p.ID, h})
+				if repo == "" || repo == h.Repository {
+					all = append(all, candidate{p.ID, h})
+				}
 			}
 		}
 		slices.SortStableFunc(all, func(a, b candidate) int {

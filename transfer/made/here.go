@@ -57,6 +57,22 @@ func OpenHere(ctx context.Context, text string, dial transfer.Dial, w transfer.W
 	return h, err
 }
 
+// OpenHeld is OpenHere for an aggregate, as a registry holds it in one repository or, if repo is empty, in any: with the
+// names of its shards. The errors are those of transfer.ResolveAggregate.
+func OpenHeld(ctx context.Context, a identity.Aggregate, registry, repo string, dial transfer.Dial) (Here, error) {
+	c, err := dial(registry, true)
+	if err != nil {
+		return Here{}, err
+	}
+	defer c.Close()
+	plan, err := transfer.ResolveAggregate(ctx, c, a, repo)
+	if err != nil {
+		return Here{}, err
+	}
+	return Here{Name: plan.Reference(), Registry: registry, Base: resume.Base{Summary: plan.Base.Summary(),
+		Manifest: plan.Base}}, nil
+}
+
 // learn asks a server for the full manifest and the provenance behind its health answer. Most do not give them.
 func (h *Here) learn(ctx context.Context, health string, dial transfer.Dial) error {
 	u, err := url.Parse(health)

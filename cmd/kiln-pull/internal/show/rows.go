@@ -61,8 +61,11 @@ func (o *Rows) Base(s identity.Summary, packaging identity.Digest, h api.Held) {
 }
 
 // unavailable says that the base can't be pulled, if it can't.
-func (o *Rows) unavailable() string {
-	if n := len(o.Unavailable); n > 0 {
+func (o *Rows) unavailable() string { return lost(o.Unavailable) }
+
+// lost says that a base with such shards can't be pulled; nothing where there are none.
+func lost(unavailable []identity.Digest) string {
+	if n := len(unavailable); n > 0 {
 		return fmt.Sprintf("; can't be pulled: %s damaged or missing", cli.Count(n, "shard"))
 	}
 	return ""

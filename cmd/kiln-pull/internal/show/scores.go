@@ -32,16 +32,24 @@ func ScoresOf(registry string, x api.Artifact, of string) (scores []Score) {
 		return nil
 	}
 	for _, r := range x.Facts.Eval.Runs {
-		if of != "" && r.Adapter != of {
-			continue
-		}
-		scores = append(scores, Score{
-			EvalRun: r, Weak: r.Adapter != "" && r.AdapterContent == "", Evidence: string(x.Binding.Evidence),
-			Eval: Reference(registry, x.Held), Name: x.Name, Published: x.Created,
-		})
+		scores = append(scores, RowOf(registry, x, &r, of)...)
 	}
 	return scores
 }
+
+// RowOf returns the score of one run of an eval, if there is a run and, where of names an adapter, it is on that.
+func RowOf(registry string, x api.Artifact, r *api.EvalRun, of string) []Score {
+	if r == nil || of != "" && r.Adapter != of {
+		return nil
+	}
+	return []Score{{
+		EvalRun: *r, Weak: r.Adapter != "" && r.AdapterContent == "", Evidence: string(x.Binding.Evidence),
+		Eval: Reference(registry, x.Held), Name: x.Name, Published: x.Created,
+	}}
+}
+
+// EventOmitted is the event of Omitted.
+const EventOmitted = "runs_omitted"
 
 // Omitted says of an eval that the registry keeps more runs of it than it lists.
 type Omitted struct {
@@ -52,7 +60,7 @@ type Omitted struct {
 
 // OmittedOf says how many runs of an eval have no score in ScoresOf, whatever adapter they were on.
 func OmittedOf(registry string, x api.Artifact) Omitted {
-	o := Omitted{Event: "runs_omitted", Eval: Reference(registry, x.Held)}
+	o := Omitted{Event: EventOmitted, Eval: Reference(registry, x.Held)}
 	if x.Facts != nil && x.Facts.Eval != nil {
 		o.Runs = x.Facts.Eval.Omitted
 	}

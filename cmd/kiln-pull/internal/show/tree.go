@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"slices"
@@ -39,6 +40,40 @@ type Tree struct {
 	From     []Node             `json:"made_from"`          // each with what it was made from itself
 	Uses     []Node             `json:"used_by"`            // each with what was made from it
 	More     bool               `json:"more,omitempty"`     // there are artifacts that are not shown
+	// Unavailable are the shards of bases in the tree that the registry knows to be damaged or missing: those bases can't
+	// be pulled. Bases without any are not in it.
+	Unavailable map[identity.Aggregate][]identity.Digest `json:"unavailable_shards,omitempty"`
+}
+
+// maxBases is how many bases of a tree are asked about.
+const maxBases = 64
+
+// Ask learns which bases of the tree can't be pulled. unavailable returns the shards of one that are damaged or missing.
+func (t *Tree) Ask(unavailable func(identity.Aggregate) ([]identity.Digest, error)) error {
+	asked := map[identity.Aggregate]bool{}
+	var ask func(a identity.Aggregate, nodes []Node) error
+	ask = func(a identity.Aggregate, nodes []Node) error {
+		if !a.IsZero() && !asked[a] && len(asked) < maxBases {
+			asked[a] = true
+			shards, err := unavailable(a)
+			if err != nil {
+				return err
+			}
+			if len(shards) > 0 {
+				if t.Unavailable == nil {
+					t.Unavailable = map[identity.Aggregate][]identity.Digest{}
+				}
+				t.Unavailable[a] = shards
+			}
+		}
+		for _, n := range nodes {
+			if err := ask(n.Aggregate, n.Nodes); err != nil {
+				return err
+			}
+		}
+		return nil
+	}
+	return errors.Join(ask(t.Base, t.From), ask(identity.Aggregate{}, t.Uses))
 }
 
 // walker grows a tree. Each artifact is asked for once.
@@ -229,10 +264,11 @@ func (t Tree) Write(w io.Writer, registry string, asJSON bool) error {
 			Tree
 		}{"tree", t})
 	}
-	p := printer{w: w, registry: registry}
+	p := printer{w: w, registry: registry, unavailable: t.Unavailable}
 	base := "base not recorded"
 	if !t.Base.IsZero() {
-		base = fmt.Sprintf("base %s (%s)", t.Base, held(api.Binding{Aggregate: t.Base, Held: t.Held}))
+		base = fmt.Sprintf("base %s (%s%s)", t.Base, held(api.Binding{Aggregate: t.Base, Held: t.Held}),
+			lost(t.Unavailable[t.Base]))
 	}
 	if t.Artifact == nil {
 		p.line(0, base)
@@ -257,6 +293,8 @@ type printer struct {
 	w        io.Writer
 	registry string
 	err      error
+
+	unavailable map[identity.Aggregate][]identity.Digest // shards of bases
 }
 
 func (p *printer) line(depth int, text string) {
@@ -292,6 +330,9 @@ func (p *printer) nodes(depth int, nodes []Node) {
 		}
 		if n.Weak {
 			text += " (weak: by name)"
+		}
+		if is := lost(p.unavailable[n.Aggregate]); is != "" {
+			text += " (" + strings.TrimPrefix(is, "; ") + ")"
 		}
 		switch {
 		case n.Repeated:
