@@ -2,14 +2,14 @@
 # Logic lives in scripts/.
 export PATH := $(CURDIR)/.bin:$(CURDIR)/.tools/bin:$(PATH)
 export FUZZTIME ?= 20s
-export BENCH KEEP STORE CHAOS_S
+export BENCH FULL KEEP STORE CHAOS_S OLD NEW PACKAGES RUN
 S3 ?= $(KILN_TEST_S3)
 export KILN_TEST_S3 := $(S3)
 
 BINARIES := .bin/kiln-registry .bin/kiln-push .bin/kiln-pull
 PINS     := internal/tools/go.mod internal/tools/go.sum
 
-.PHONY: all build demo test check conformance fuzz interop chaos bench device docs clean $(BINARIES)
+.PHONY: all build demo test check conformance fuzz interop chaos bench bench-doc device docs clean $(BINARIES)
 
 all: build
 
@@ -41,11 +41,18 @@ interop: build .tools/bin/oras .tools/bin/crane .tools/bin/regctl .tools/model/.
 chaos: .tools/bin/versitygw ## everything at once, for CHAOS_S seconds a part: what was acknowledged, and what was lost of it
 	scripts/chaos.sh
 
-PEERS = $(if $(filter identity index,$(BENCH))$(S3_STORE),,.tools/bin/registry .tools/bin/docker-registry)
+# beside TABLES TOOLS are the tools, if one of the tables is to be measured.
+beside = $(if $(filter $1,$(or $(BENCH),$1)),$2)
+PEERS  = $(if $(S3_STORE),,$(call beside,registry pushes manifests,.tools/bin/registry .tools/bin/docker-registry))
+OTHERS = $(if $(S3_STORE),,$(call beside,transfer pull,.tools/bin/oras .tools/bin/nginx .tools/huggingface/.stamp)) \
+	$(if $(filter go,$(BENCH)),.tools/bin/benchstat)
 
-bench: build $(S3_STORE) $(PEERS) ## ratio tables; BENCH=identity|registry|index, FULL=1: long form; STORE=s3 for registry
-	go run ./internal/bench $(if $(FULL),-full) $(if $(S3_STORE),-s3 $(S3_STORE)) -bin .bin \
-		$(PEERS:%=-peer %) $(BENCH)
+bench: build $(S3_STORE) $(PEERS) $(OTHERS) ## ratio tables; BENCH=identity|registry|index|transfer|go, FULL=1: long form; STORE=s3
+	$(if $(filter go,$(BENCH)),scripts/bench-go.sh,go run ./internal/bench $(if $(FULL),-full) -bin .bin -tools .tools \
+		-json .tools/bench $(if $(S3_STORE),-s3 $(S3_STORE)) $(PEERS:%=-peer %) $(BENCH))
+
+bench-doc: ## what make bench measured last, put into doc/performance.md
+	go run ./internal/bench -json .tools/bench -page doc/performance.md
 
 device: ## loading into memory: the fault matrix under the race detector, then mutants of the code
 	CGO_ENABLED=1 go test -race ./gpuload/...
@@ -62,6 +69,7 @@ clean:
 .tools/bin/oras:        TOOL := oras.land/oras/cmd/oras
 .tools/bin/crane:       TOOL := github.com/google/go-containerregistry/cmd/crane
 .tools/bin/regctl:      TOOL := github.com/regclient/regclient/cmd/regctl
+.tools/bin/benchstat:   TOOL := golang.org/x/perf/cmd/benchstat
 
 .tools/bin/conformance: $(wildcard internal/tools/conformance/go.*)
 	cd internal/tools/conformance && go build -trimpath -buildvcs=false -o ../../../$@ \
@@ -75,8 +83,11 @@ clean:
 	cd internal/tools/peers && CGO_ENABLED=0 go build -trimpath -buildvcs=false -o ../../../$@ \
 		github.com/distribution/distribution/v3/cmd/registry
 
-.tools/bin/docker-registry: scripts/docker-registry.sh
-	scripts/docker-registry.sh
+.tools/bin/docker-registry .tools/bin/nginx: .tools/bin/%: scripts/debian.sh
+	scripts/debian.sh $* $*
+
+.tools/huggingface/.stamp: scripts/huggingface.sh internal/tools/huggingface/requirements.txt
+	scripts/huggingface.sh
 
 .tools/bin/weed: $(wildcard internal/tools/weed/go.*)
 	cd internal/tools/weed && go build -trimpath -buildvcs=false -o ../../../$@ \

@@ -11,13 +11,15 @@ import (
 	"os"
 	"os/signal"
 	"path/filepath"
-	"runtime"
 	"slices"
 	"strings"
 	"syscall"
-	"text/tabwriter"
+	"time"
 
+	"github.com/kiln-registry/kiln-registry/internal/bench/bare"
+	"github.com/kiln-registry/kiln-registry/internal/bench/report"
 	"github.com/kiln-registry/kiln-registry/internal/bench/rig"
+	"github.com/kiln-registry/kiln-registry/internal/bench/transfer"
 )
 
 func main() {
@@ -39,40 +41,65 @@ type bench struct {
 	pushes    int      // manifests in the filled repository of the index table
 	artifacts int      // in the largest index
 	peers     []string // the registries of others that the registry table is also about
+	full      bool     // the sizes and rounds that the goals name
+	tools     string   // folder of what is installed for measurements
+	saved     string   // folder of the tables as JSON; empty: none
 	out       io.Writer
 	client    *rig.Client
 }
 
 func run(ctx context.Context, args []string, out io.Writer) error {
-	if len(args) > 0 && args[0] == "bare" {
-		return serveBare(ctx, args[1:])
+	if len(args) > 0 {
+		if program, ok := bare.Commands()[args[0]]; ok {
+			return program(ctx, args[1:], out)
+		}
 	}
 	b := &bench{size: 256 << 20, rounds: 5, pushes: 5000, artifacts: 100_000, out: out, client: rig.NewClient()}
 	fs := flag.NewFlagSet("bench", flag.ContinueOnError)
 	bin := fs.String("bin", ".bin", "folder of the three binaries")
+	tools := fs.String("tools", ".tools", "folder of the programs to compare with")
 	fs.Func("peer", "a registry of the distribution project to compare with; may be repeated", b.addPeer)
 	s3 := fs.String("s3", "", "versitygw: compare a store on S3 with one on disk, in the registry table alone")
-	full := fs.Bool("full", false, "the sizes that the goals name: 1 GiB blobs, 7 rounds, 10,000 manifests, 10^6 artifacts")
+	fs.BoolVar(&b.full, "full", false,
+		"the sizes that the goals name: 1 GiB blobs, 7 rounds, 10,000 manifests, 10^6 artifacts")
+	rounds := fs.Int("rounds", 0, "at least 3; without it 7 with -full, else 5")
+	mib := fs.Int64("mib", 0, "MiB of a large blob; without it 1024 with -full, else 256")
+	fs.StringVar(&b.saved, "json", "", "folder to keep each table in, as JSON")
+	page := fs.String("page", "", "measure nothing: put the tables that -json has into their places in this page")
 	if err := fs.Parse(args); err != nil {
 		return err
 	}
-	if *full {
+	if *page != "" {
+		names, err := report.Rewrite(*page, b.saved)
+		fmt.Fprintf(out, "%s: %d tables put in place: %s\n", *page, len(names), strings.Join(names, ", "))
+		return err
+	}
+	if b.full {
 		b.size, b.rounds, b.pushes, b.artifacts = 1<<30, 7, 10_000, 1_000_000
+	}
+	if *mib > 0 {
+		b.size = *mib << 20
+	}
+	if *rounds > 0 {
+		b.rounds = max(3, *rounds)
 	}
 	dir, err := os.MkdirTemp("", "kiln-bench-")
 	if err != nil {
 		return err
 	}
 	defer os.RemoveAll(dir)
-	if b.bin, err = filepath.Abs(*bin); err != nil {
-		return err
-	}
-	if *s3 != "" {
-		if b.versitygw, err = filepath.Abs(*s3); err != nil {
+	b.dir = dir
+	for _, folder := range []struct {
+		path string
+		to   *string
+	}{{*bin, &b.bin}, {*tools, &b.tools}, {*s3, &b.versitygw}} {
+		if folder.path == "" {
+			continue
+		}
+		if *folder.to, err = filepath.Abs(folder.path); err != nil {
 			return err
 		}
 	}
-	b.dir = dir
 	return b.tables(ctx, fs.Args())
 }
 
@@ -90,47 +117,107 @@ func (b *bench) addPeer(path string) error {
 	return nil
 }
 
-// table is a part of a run, by its own name or that of its group.
+// table is a part of a run, by its own name or that of one of its groups.
 type table struct {
-	name, group string
-	rows        func(context.Context) ([]row, error)
+	name   string
+	groups []string
+	rows   func(context.Context) ([]report.Row, error)
+}
+
+// all are the tables of a run in their order.
+func (b *bench) all() []table {
+	registry, index, identity, both := []string{"registry"}, []string{"index"}, []string{"identity"}, []string{"transfer"}
+	t := &transfer.Bench{
+		Bin: b.bin, Tools: b.tools, Dir: b.dir, Size: b.size, Rounds: b.rounds, Full: b.full, Client: b.client,
+		Model: b.madeModel,
+	}
+	if b.versitygw != "" {
+		return []table{{"s3", registry, own(b.s3)}}
+	}
+	return []table{
+		{"identity", nil, own(b.identity)},
+		{"lanes", identity, t.Identity},
+		{"blobs", registry, own(b.blobCosts)},
+		{"pushes", registry, own(b.largePushes)},
+		{"manifests", registry, own(b.manifestRates)},
+		{"farm", registry, own(b.farm)},
+		{"index", nil, own(b.index)},
+		{"find", index, own(b.find)},
+		{"push", both, t.Push},
+		{"pull", both, t.Pull},
+		{"repair", both, t.Repair},
+		{"memory", []string{"registry", "transfer"}, own(b.memory)},
+	}
+}
+
+// madeModel is model, made once.
+func (b *bench) madeModel(ctx context.Context, shards int, size int64) (string, error) {
+	dir := filepath.Join(b.dir, fmt.Sprintf("model-%d-%d", shards, size))
+	if _, err := os.Stat(dir); err == nil {
+		return dir, nil
+	}
+	return b.model(ctx, shards, size)
+}
+
+// own are the rows of a table that this package makes.
+func own(rows func(context.Context) ([]row, error)) func(context.Context) ([]report.Row, error) {
+	return func(ctx context.Context) (all []report.Row, err error) {
+		some, err := rows(ctx)
+		for _, r := range some {
+			all = append(all, r.report())
+		}
+		return all, err
+	}
 }
 
 func (b *bench) tables(ctx context.Context, names []string) error {
-	all := []table{
-		{"identity", "", b.identity}, {"blobs", "registry", b.blobs}, {"pushes", "registry", b.largePushes},
-		{"manifests", "registry", b.manifestRates}, {"farm", "registry", b.farm}, {"index", "", b.index},
-		{"find", "index", b.find},
-	}
-	if b.versitygw != "" {
-		all = []table{{"s3", "registry", b.s3}}
-	}
-	known := map[string]bool{}
+	all := b.all()
+	known := []string{}
 	for _, t := range all {
-		known[t.name], known[t.group] = true, true
+		for _, name := range append([]string{t.name}, t.groups...) {
+			if !slices.Contains(known, name) {
+				known = append(known, name)
+			}
+		}
 	}
 	for _, name := range names {
-		if !known[name] {
-			return fmt.Errorf("no table %q: want identity, registry, blobs, pushes, manifests, farm, index, find or nothing for all; "+
-				"only registry with an S3 server", name)
+		if !slices.Contains(known, name) {
+			return fmt.Errorf("no table %q: want one of %s, or nothing for all", name, strings.Join(known, ", "))
 		}
 	}
 	for _, t := range all {
-		if len(names) > 0 && !slices.Contains(names, t.name) && !slices.Contains(names, t.group) {
+		wanted := func(name string) bool { return slices.Contains(names, name) }
+		if len(names) > 0 && !wanted(t.name) && !slices.ContainsFunc(t.groups, wanted) {
 			continue
 		}
-		before := load()
-		rows, err := t.rows(ctx)
-		if err != nil {
+		if err := b.table(ctx, t); err != nil {
 			return fmt.Errorf("bench %s: %w", t.name, err)
 		}
-		if len(rows) == 0 {
-			fmt.Fprintf(b.out, "\n%s: left out, there is no peer\n", t.name)
-			continue
-		}
-		b.print(t.name, before, rows)
 	}
 	return nil
+}
+
+// table measures one table, prints it and keeps it.
+func (b *bench) table(ctx context.Context, t table) (err error) {
+	rig.Settle()
+	r := report.Table{
+		Name: t.name, Machine: report.ThisMachine(), Full: b.full, Size: b.size, Rounds: b.rounds,
+		Before: report.Load(), Busy: report.Busy(time.Second),
+	}
+	if r.Rows, err = t.rows(ctx); err != nil {
+		return err
+	}
+	if len(r.Rows) == 0 {
+		fmt.Fprintf(b.out, "\n%s: left out, there is no peer\n", t.name)
+		return nil
+	}
+	r.After = report.Load()
+	r = r.Judge()
+	r.Print(b.out)
+	if b.saved == "" {
+		return nil
+	}
+	return r.Save(b.saved)
 }
 
 // row is one line of a table. Ratios have no unit. A row without a goal is for reading.
@@ -143,22 +230,15 @@ type row struct {
 	notes string
 }
 
-func (b *bench) print(name, before string, rows []row) {
-	fmt.Fprintf(b.out, "\n%s: %d cores, %s, blobs of %d MiB, %d rounds, load %s before, %s after\n\n", name,
-		runtime.NumCPU(), runtime.Version(), b.size>>20, b.rounds, before, load())
-	w := tabwriter.NewWriter(b.out, 0, 0, 2, ' ', 0)
-	fmt.Fprintln(w, "measure\tvalue\tgoal\t\tnotes")
-	for _, r := range rows {
-		met := "met"
-		switch {
-		case r.goal == "":
-			met = ""
-		case !r.met:
-			met = "MISSED"
-		}
-		fmt.Fprintf(w, "%s\t%.2f%s\t%s\t%s\t%s\n", r.what, r.value, r.unit, r.goal, met, r.notes)
+func (r row) report() report.Row {
+	state := report.Missed
+	switch {
+	case r.goal == "":
+		state = ""
+	case r.met:
+		state = report.Met
 	}
-	w.Flush()
+	return report.Row{What: r.what, Value: r.value, Unit: r.unit, Goal: r.goal, State: state, Notes: r.notes}
 }
 
 // atMost is a row whose value must not exceed limit.
@@ -175,15 +255,6 @@ func (r row) atLeast(limit float64) row {
 // atMost gives a row its goal.
 func (r row) atMost(limit float64) row {
 	return atMost(r.what, r.value, limit, r.unit, r.notes)
-}
-
-// load returns the three load averages, so that a reader can judge how quiet the machine was.
-func load() string {
-	text, err := os.ReadFile("/proc/loadavg")
-	if err != nil {
-		return "unknown"
-	}
-	return strings.Join(strings.Fields(string(text))[:3], " ")
 }
 
 // median returns the middle of vs, which it sorts, and its lowest and highest value as text.

@@ -1,42 +1,15 @@
 package main
 
 import (
-	"bytes"
-	"crypto/sha256"
-	"net/http"
 	"net/http/httptest"
-	"os"
 	"path/filepath"
 	"strings"
 	"testing"
 
-	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/internal/bench/rig"
 	"github.com/kiln-registry/kiln-registry/internal/testregistry"
 	"github.com/kiln-registry/kiln-registry/registry"
 )
-
-// TestBare checks that the yardstick does the work which it stands for.
-func TestBare(t *testing.T) {
-	dir := t.TempDir()
-	body := bytes.Repeat([]byte("kiln"), rig.Piece/3)
-	if err := take(dir, bytes.NewReader(body), identity.Sum(body).Hex()); err != nil {
-		t.Fatal(err)
-	}
-	if err := take(dir, bytes.NewReader(body[1:]), identity.Sum(body).Hex()); err == nil {
-		t.Error("bytes that do not match were taken")
-	}
-	kept, err := os.ReadFile(filepath.Join(dir, "blob"))
-	if err != nil || sha256.Sum256(kept) != sha256.Sum256(body) {
-		t.Errorf("kept %d bytes, %v", len(kept), err)
-	}
-	s := httptest.NewServer(bareHandler(dir))
-	defer s.Close()
-	res, err := rig.NewClient().Do(t.Context(), "GET", s.URL+"/blob", nil, 0, http.StatusOK)
-	if err != nil || res.ContentLength != int64(len(body)) {
-		t.Errorf("a chunked answer is not sent by sendfile: %+v, %v", res, err)
-	}
-}
 
 // TestAgainst: a ratio is taken inside a round, and the row is about the peer that does best.
 func TestAgainst(t *testing.T) {
