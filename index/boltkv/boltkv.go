@@ -218,38 +218,6 @@ func syncDir(dir string) error {
 // Path returns the path that Open was given.
 func (kv *KV) Path() string { return kv.path }
 
-// CopyTo writes what the KV holds now to a new file, with pages that are full and none that is free: what is written
-// meanwhile is not in it. The file is durable on return, and gone after an error. fs.ErrExist if there is one.
-func (kv *KV) CopyTo(ctx context.Context, path string) (err error) {
-	f, err := os.OpenFile(path, os.O_CREATE|os.O_EXCL|os.O_WRONLY, 0o600)
-	if err != nil {
-		return err
-	}
-	defer func() {
-		if err != nil {
-			os.Remove(path)
-		}
-	}()
-	if err := f.Close(); err != nil {
-		return err
-	}
-	to, err := Open(path, Options{})
-	if err != nil {
-		return err
-	}
-	err = kv.View(ctx, func(from index.Txn) error {
-		return index.Load(ctx, to, func(put func(key, value []byte) error) error {
-			for k, v := range from.Range(nil, nil) {
-				if err := put(k, v); err != nil {
-					return err
-				}
-			}
-			return nil
-		})
-	})
-	return errors.Join(err, to.Close(), syncDir(filepath.Dir(path)))
-}
-
 // View implements index.KV.
 func (kv *KV) View(ctx context.Context, fn func(index.Txn) error) error {
 	if err := ctx.Err(); err != nil {
