@@ -37,6 +37,9 @@ type Opening struct {
 	Fresh  bool            // start an empty index beside the one that is there, which Do puts in its place
 	// AcceptLoss goes on with the refs that are left of damaged ones. It needs Fresh.
 	AcceptLoss bool
+	// Agree looks at the index that Fresh made before Do puts it in its place: an error keeps the one that is there. nil:
+	// any will do.
+	Agree func(context.Context, *index.Index) error
 
 	CheckLater  int64            // bytes of an index from which whoever opens looks at Checked; 0: never
 	Metrics     *metrics.Metrics // nil: none

@@ -147,6 +147,9 @@ func (o Opening) Do(ctx context.Context, stderr io.Writer, work func(*Parts) err
 	default:
 		err = o.NotReplayed(err)
 	}
+	if err == nil && o.Agree != nil {
+		err = o.Agree(ctx, p.ix)
+	}
 	if err == nil && o.Fresh {
 		err = p.exchange(ctx, o)
 	}
