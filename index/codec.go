@@ -340,19 +340,18 @@ func (r *row) read(k []byte) error {
 	if to <= from {
 		return errKey
 	}
-	names := k[from:to]
-	r.group = nil
 	if grouped {
-		var found bool
-		if r.group, names, found = bytes.Cut(names, []byte{0}); !found {
+		n := bytes.IndexByte(k[from:to], 0)
+		if n < 0 {
 			return errKey
 		}
+		r.group, from = k[from:from+n], from+n+1
 	}
-	end := len(names) - 1
-	if end < 0 || bytes.IndexByte(names, 0) != end {
+	end := to - 1
+	if end < from || bytes.IndexByte(k[from:to], 0) != end-from {
 		return errKey
 	}
-	r.repo = names[:end]
+	r.repo = k[from:end]
 	r.created = binary.BigEndian.Uint64(k[len(k)-rowEnd:])
 	r.digest = identity.Digest(k[len(k)-32:])
 	return nil

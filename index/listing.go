@@ -374,18 +374,22 @@ func encodeListed(r Record, binding Binding, tags []string, more bool) ([]byte, 
 
 // decodeListed reads a value without copying it.
 func decodeListed(data []byte) (l listed, err error) {
-	r := reader{left: data}
-	flags := r.uint()
-	l.evidence = r.bytes()
+	if len(data) < 2 || data[0] > flagBinds|flagBoundBy || data[1] >= 0x80 || len(data)-2 < int(data[1]) {
+		return listed{}, errListed
+	}
+	flags, n := data[0], 2+int(data[1])
+	l.evidence, l.json = data[2:n], data[n:]
 	if flags&flagBoundBy != 0 {
-		l.boundBy = r.sum()
+		if len(l.json) < len(l.boundBy) {
+			return listed{}, errListed
+		}
+		l.json = l.json[copy(l.boundBy[:], l.json):]
 	}
-	if r.bad || flags > flagBinds|flagBoundBy {
-		return listed{}, fmt.Errorf("%w: malformed listing", ErrDamaged)
-	}
-	l.binds, l.json = flags&flagBinds != 0, r.left
+	l.binds = flags&flagBinds != 0
 	return l, nil
 }
+
+var errListed = fmt.Errorf("%w: malformed listing", ErrDamaged)
 
 // appendTo appends the JSON of the artifact.
 func (l listed) appendTo(b []byte, held bool) []byte {
@@ -424,10 +428,16 @@ func (ix *Index) Listing(ctx context.Context, q Query, n int, buf []byte) (p Pag
 	}
 	p.JSON = buf
 	first := func(t tx) error {
+		bases := Query{Aggregate: q.Aggregate, Kind: api.KindBase, See: q.See, Next: q.Next}
 		if q.Aggregate.IsZero() {
 			return nil
 		}
-		w, from, err := newWalk(Query{Aggregate: q.Aggregate, Kind: api.KindBase, See: q.See, Next: q.Next})
+		if q.See == nil {
+			prefix, err := bases.prefix()
+			p.Held = err == nil && t.any(prefix)
+			return err
+		}
+		w, from, err := newWalk(bases)
 		if err != nil {
 			return err
 		}
