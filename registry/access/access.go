@@ -4,14 +4,15 @@ package access
 
 import (
 	"crypto/sha256"
-	"crypto/subtle"
 	"fmt"
 	"io/fs"
 	"log/slog"
 	"net/http"
 	"os"
+	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/kiln-registry/kiln-registry/api"
@@ -68,6 +69,15 @@ func (c Caller) MayAnywhere(a Action) bool {
 // Sees says whether the caller may pull from the repository: the filter of every listing.
 func (c Caller) Sees(repo string) bool { return c.May(Pull, repo) }
 
+// Filter returns Sees and Next, or nil for both if there is no repository that the caller does not see: a walk then need
+// not ask.
+func (c Caller) Filter() (see func(repo string) bool, next func(repo string) (string, bool)) {
+	if c.all || slices.ContainsFunc(c.rules, rule.showsAll) {
+		return nil, nil
+	}
+	return c.Sees, c.Next
+}
+
 // Next returns a name of a repository, not before repo in byte order, such that the caller sees no repository between
 // the two. found is false if the caller sees none from repo on. A walk in that order thus goes past what it must not
 // show by one step for each glob of the caller's rules, however many repositories there are.
@@ -114,14 +124,21 @@ func (c Caller) refusal(what string) error {
 
 // Gate recognises callers. It is safe for concurrent use.
 type Gate struct {
-	path string // empty: no token file, everyone may do everything
-	now  func() time.Time
-	log  *slog.Logger
+	path  string // empty: no token file, everyone may do everything
+	now   func() time.Time
+	log   *slog.Logger
+	every time.Duration // how long after a look at the file the next one may be
+
+	rules  atomic.Pointer[ruleset] // of the last valid file
+	loaded time.Time
+	looked atomic.Int64 // when the file was last looked at, in nanoseconds since loaded
 
 	mu    sync.Mutex
-	state fileState // of the file when it was last looked at
-	rules *ruleset  // of the last valid file
+	state fileState // of the file then
 }
+
+// lookEvery bounds how long a change of the token file may go unseen. To look costs more than to recognise a caller.
+const lookEvery = 100 * time.Millisecond
 
 // fileState is what changes when a file is written or replaced.
 type fileState struct {
@@ -133,17 +150,20 @@ type fileState struct {
 // Open returns the gate of a registry without a token file.
 func Open() *Gate { return &Gate{} }
 
-// Load returns a gate that follows a token file: a change takes effect with the next request. A file that is no longer
-// valid, or gone, leaves the last valid rules in force and is logged once. The first file must be valid.
+// Load returns a gate that follows a token file: a change takes effect with the first request that comes a tenth of a
+// second later, and a token that is new at once. A file that is no longer valid, or gone, leaves the last valid rules in
+// force and is logged once. The first file must be valid.
 func Load(path string, log *slog.Logger) (*Gate, error) {
-	g := &Gate{path: path, now: time.Now, log: log}
+	g := &Gate{path: path, now: time.Now, log: log, every: lookEvery, loaded: time.Now()}
 	state, err := stat(path)
 	if err != nil {
 		return nil, fmt.Errorf("token file: %w", err)
 	}
-	if g.rules, err = readFile(path); err != nil {
+	rules, err := readFile(path)
+	if err != nil {
 		return nil, err
 	}
+	g.rules.Store(rules)
 	g.state = state
 	return g, nil
 }
@@ -158,7 +178,10 @@ func (g *Gate) Caller(r *http.Request) (Caller, error) {
 	if g.Open() {
 		return Everyone(), nil
 	}
-	rules := g.current()
+	rules := g.rules.Load()
+	if time.Since(g.loaded)-time.Duration(g.looked.Load()) >= g.every {
+		rules = g.look()
+	}
 	secret, given, err := credentials(r)
 	if err != nil {
 		return Caller{}, err
@@ -167,6 +190,9 @@ func (g *Gate) Caller(r *http.Request) (Caller, error) {
 		return Caller{rules: rules.anonymous}, nil
 	}
 	t, ok := rules.find(secret)
+	if !ok {
+		t, ok = g.look().find(secret)
+	}
 	switch {
 	case !ok:
 		return Caller{}, api.Errorf(api.CodeUnauthorized, "unknown token")
@@ -193,28 +219,25 @@ func credentials(r *http.Request) (secret string, given bool, err error) {
 	)
 }
 
-// find compares the hash of the secret with that of every token, whichever matches, in constant time for each.
+// find looks for the token of a secret by the hash of that. How long it takes tells at most something of the hash, which
+// is of no use without the secret.
 func (s *ruleset) find(secret string) (token, bool) {
-	sum := sha256.Sum256([]byte(secret))
-	found := -1
-	for i := range s.tokens {
-		if subtle.ConstantTimeCompare(sum[:], s.tokens[i].hash[:]) == 1 {
-			found = i
-		}
-	}
-	if found < 0 {
+	i, ok := s.at[sha256.Sum256([]byte(secret))]
+	if !ok {
 		return token{}, false
 	}
-	return s.tokens[found], true
+	return s.tokens[i], true
 }
 
-// current returns the rules in force, after a look at the file.
-func (g *Gate) current() *ruleset {
+// look returns the rules in force, after a look at the file.
+func (g *Gate) look() *ruleset {
 	g.mu.Lock()
 	defer g.mu.Unlock()
+	began := time.Since(g.loaded)
+	defer func() { g.looked.Store(int64(began)) }()
 	state, err := stat(g.path)
 	if err == nil && state.same(g.state) || err != nil && g.state.info == nil {
-		return g.rules
+		return g.rules.Load()
 	}
 	g.state = state
 	var rules *ruleset
@@ -223,10 +246,10 @@ func (g *Gate) current() *ruleset {
 	}
 	if err != nil {
 		g.log.Error("token file is not valid; the rules read before stay in force", "path", g.path, "error", err)
-		return g.rules
+		return g.rules.Load()
 	}
 	g.log.Info("token file read", "path", g.path, "tokens", len(rules.tokens))
-	g.rules = rules
+	g.rules.Store(rules)
 	return rules
 }
 

@@ -3,6 +3,7 @@ package access
 import (
 	"bytes"
 	"errors"
+	"fmt"
 	"log/slog"
 	"net/http"
 	"os"
@@ -239,6 +240,7 @@ func TestFileIsFollowed(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	g.every = 0
 	replace := func(b []byte, age time.Duration) {
 		t.Helper()
 		next := path + ".new"
@@ -284,6 +286,72 @@ func TestFileIsFollowed(t *testing.T) {
 	replace(text("[pull]"), time.Hour)
 	if may(Push) || !may(Pull) {
 		t.Fatal("the next valid file was not read")
+	}
+}
+
+// A change is seen after a while, and one that makes an unknown token known at once.
+func TestFileIsNotLookedAtAllTheTime(t *testing.T) {
+	secrets, entries := [3]string{}, [3]string{}
+	for i := range secrets {
+		var sum string
+		secrets[i], sum = NewSecret()
+		entries[i] = fmt.Sprintf("- {name: t%d, sha256: %s, allow: [{repositories: ['**'], actions: [pull]}]}\n", i, sum)
+	}
+	path := file(t, "version: 1\ntokens:\n"+entries[0]+entries[1])
+	g, err := Load(path, slog.New(slog.DiscardHandler))
+	if err != nil {
+		t.Fatal(err)
+	}
+	g.every = time.Hour
+	known := func(i int) bool {
+		_, err := g.Caller(request("Bearer " + secrets[i]))
+		return err == nil
+	}
+	if err := os.WriteFile(path, []byte("version: 1\ntokens:\n"+entries[1]+"\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if !known(0) || !known(1) {
+		t.Fatal("the file was read before its time")
+	}
+	if err := os.WriteFile(path, []byte("version: 1\ntokens:\n"+entries[1]+entries[2]+"\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if !known(2) || known(0) || !known(1) {
+		t.Fatal("a new token is not known at once")
+	}
+	if err := os.WriteFile(path, []byte("version: 1\ntokens:\n"+entries[2]), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	g.every = 0
+	if known(1) || !known(2) {
+		t.Fatal("a revoked token is known")
+	}
+}
+
+func TestFilter(t *testing.T) {
+	for _, c := range []struct {
+		rules []Rule
+		all   bool
+	}{
+		{nil, false},
+		{[]Rule{{[]string{"**"}, []Action{Push, Delete}}}, false},
+		{[]Rule{{[]string{"*", "*/**", "a/**"}, []Action{Pull}}}, false},
+		{[]Rule{{[]string{"x"}, []Action{Pull}}, {[]string{"y", "**"}, []Action{Push, Pull}}}, true},
+	} {
+		rules, err := compileRules(c.rules)
+		if err != nil {
+			t.Fatal(err)
+		}
+		see, next := Caller{Name: "x", rules: rules}.Filter()
+		if (see == nil) != c.all || (next == nil) != c.all {
+			t.Errorf("%v: all is %v, want %v", c.rules, see == nil, c.all)
+		}
+	}
+	if see, next := Everyone().Filter(); see != nil || next != nil {
+		t.Error("everyone does not see all")
+	}
+	if see, _ := (Caller{}).Filter(); see == nil || see("x") {
+		t.Error("nobody sees something")
 	}
 }
 

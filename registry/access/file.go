@@ -72,6 +72,7 @@ func (f File) Marshal() ([]byte, error) {
 type ruleset struct {
 	anonymous []rule
 	tokens    []token
+	at        map[[sha256.Size]byte]int // those of tokens, by their hash
 }
 
 type token struct {
@@ -92,6 +93,11 @@ func (r rule) allows(a Action, repo string) bool {
 	return r.has(a) && slices.ContainsFunc(r.repos, func(g glob) bool { return g.matches(repo) })
 }
 
+// showsAll says whether the rule lets every repository be pulled from.
+func (r rule) showsAll() bool {
+	return r.has(Pull) && slices.ContainsFunc(r.repos, func(g glob) bool { return g.tail && g.start == "" })
+}
+
 func (f File) compile() (*ruleset, error) {
 	if f.Version != FileVersion {
 		return nil, fmt.Errorf("version: got %d, want %d", f.Version, FileVersion)
@@ -100,17 +106,17 @@ func (f File) compile() (*ruleset, error) {
 	if err != nil {
 		return nil, fmt.Errorf("anonymous: %w", err)
 	}
-	s := &ruleset{anonymous: anonymous}
-	names, hashes := map[string]bool{}, map[[sha256.Size]byte]bool{}
+	s := &ruleset{anonymous: anonymous, at: map[[sha256.Size]byte]int{}}
+	names := map[string]bool{}
 	for i, t := range f.Tokens {
 		c, err := t.compile()
 		if err != nil {
 			return nil, fmt.Errorf("token %d (%q): %w", i+1, t.Name, err)
 		}
-		if names[c.name] || hashes[c.hash] {
+		if _, twice := s.at[c.hash]; twice || names[c.name] {
 			return nil, fmt.Errorf("token %d (%q): name or sha256 occurs twice", i+1, t.Name)
 		}
-		names[c.name], hashes[c.hash] = true, true
+		names[c.name], s.at[c.hash] = true, len(s.tokens)
 		s.tokens = append(s.tokens, c)
 	}
 	return s, nil

@@ -49,7 +49,7 @@ func tokenCreateCommand() *cobra.Command {
 		Use:   "create NAME",
 		Short: "Add a token to a token file and print its secret, once",
 		Long: `Add a token to a token file, which is made if it is absent, and print its secret. The file holds only the
-hash of the secret. A running server takes the change with its next request.`,
+hash of the secret. A running server takes the new token at once.`,
 		Args: cobra.ExactArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if err := t.check(); err != nil {
