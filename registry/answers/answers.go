@@ -47,13 +47,14 @@ type Filter struct {
 
 // Artifacts appends a page of up to n artifacts to buf, as JSON with commas between.
 func (d *Desk) Artifacts(ctx context.Context, c access.Caller, f Filter, n int, buf []byte) (index.Page, error) {
+	see, next := c.Filter()
 	if f.Evidence == api.EvidenceNone { // what has no binding is unbound, or a base
-		held, err := d.Index.Holds(ctx, f.Aggregate, c.Sees, c.Next)
+		held, err := d.Index.Holds(ctx, f.Aggregate, see, next)
 		return index.Page{JSON: buf, Held: held}, err
 	}
 	return d.Index.Listing(ctx, index.Query{
 		Aggregate: f.Aggregate, Unbound: f.Aggregate.IsZero(), Kind: f.Kind, Name: f.Name, Since: f.Since,
-		Evidence: f.Evidence, Repo: f.Repo, See: c.Sees, Next: c.Next, After: f.After,
+		Evidence: f.Evidence, Repo: f.Repo, See: see, Next: next, After: f.After,
 	}, n, buf)
 }
 
