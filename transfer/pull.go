@@ -15,10 +15,25 @@ import (
 	"github.com/kiln-registry/kiln-registry/api"
 	"github.com/kiln-registry/kiln-registry/api/client"
 	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/transfer/fetch"
 	"github.com/kiln-registry/kiln-registry/transfer/staging"
 )
 
-const defaultJobs = 8
+const (
+	defaultJobs = 8
+	maxNamed    = 5 // files that an error names
+)
+
+// What a pull says of files that were not received.
+type (
+	MismatchError = fetch.MismatchError // bytes that are not those of the digest
+	FetchError    = fetch.Error         // which files were not received; the others are kept for the next try
+	FailedFile    = fetch.FailedFile
+)
+
+// Mirror is a place besides the registry that has blobs, as client.NewMirror opens it. An empty Repo is that of the
+// registry.
+type Mirror = fetch.Source
 
 var (
 	// ErrOccupied: the target holds something that was not pulled there, or something else than is asked for now.
@@ -63,9 +78,11 @@ func (e *UnavailableError) Unwrap() error { return api.ErrBlobUnknown }
 
 // PullOptions says how to pull. The zero value is ready to use.
 type PullOptions struct {
-	Jobs    int  // files, or parts of a file, received at a time; zero: 8
-	Replace bool // replace whatever folder is at the target; files in it that match are used
-	Repair  bool // the folder at the target has no record; use its files that match and replace those that do not
+	Jobs    int      // files, or parts of a file, received at a time, at most; zero: 8
+	Rate    int64    // bytes received a second, at most; zero: no bound
+	Mirrors []Mirror // where bytes may come from too; they are asked for nothing else, and believed nothing
+	Replace bool     // replace whatever folder is at the target; files in it that match are used
+	Repair  bool     // the folder at the target has no record; use its files that match and replace those that do not
 	Watch   Watch
 	Staging staging.Options // its Notify is set from Watch if it is nil
 }
@@ -77,13 +94,14 @@ type Pulled struct {
 	Already  bool   // it was there: nothing was received or changed
 	Received int64  // bytes
 	Resumed  int64  // bytes that an earlier, interrupted pull had received
+	Adopted  int64  // bytes of files that were there already and damaged
 	Reused   int    // files that were there already and matched
 }
 
 // Pull makes dir the folder of an artifact: whole and verified, or not at all. What an interrupted pull received is kept
 // beside dir and used by the next one; every byte is hashed once, as it is written. A folder that is there already is
 // left, if it is that of the artifact and was not touched since it was verified. Damage to a folder that was pulled is
-// repaired; any other folder that is not empty is ErrOccupied. The files of a checkpoint get no second name, and one
+// repaired, in a folder beside it: of a file whose midstates the registry has, what matches is copied. Any other folder that is not empty is ErrOccupied. The files of a checkpoint get no second name, and one
 // that has one is fetched anew.
 //
 // The errors are staging.ErrBusy, staging.ErrCollides, staging.ErrForeign, staging.ErrLost, ErrOccupied, ErrTarget, *SpaceError,
@@ -118,10 +136,11 @@ type pull struct {
 	o        PullOptions
 	c        *client.Client
 	area     *staging.Area
-	occupied bool           // there are files at the target
-	may      bool           // they may be replaced
-	extra    []string       // those that are not part of the artifact
-	use      []staging.File // those that may be the ones wanted
+	occupied bool                       // there are files at the target
+	may      bool                       // they may be replaced
+	extra    []string                   // those that are not part of the artifact
+	use      []staging.File             // those that may be the ones wanted
+	damaged  map[identity.Digest]string // paths of those that turned out not to be
 	done     Pulled
 }
 
@@ -284,6 +303,7 @@ func (p *pull) run(ctx context.Context) error {
 // adopt takes the files at the target that match into the area, and returns their digests.
 func (p *pull) adopt(ctx context.Context) (map[identity.Digest]bool, error) {
 	have := map[identity.Digest]bool{}
+	p.damaged = map[identity.Digest]string{}
 	for _, f := range p.use {
 		if err := context.Cause(ctx); err != nil {
 			return nil, err
@@ -297,6 +317,8 @@ func (p *pull) adopt(ctx context.Context) (map[identity.Digest]bool, error) {
 		if ok {
 			have[f.Digest] = true
 			p.done.Reused++
+		} else {
+			p.damaged[f.Digest] = path
 		}
 		p.o.Watch.tell(Event{Step: Done, Phase: PhaseVerify, File: f.Name, Bytes: f.Size, Total: f.Size})
 	}
@@ -325,15 +347,50 @@ func (p *pull) fetch(ctx context.Context, have map[identity.Digest]bool) error {
 	if err := p.available(ctx, files); err != nil {
 		return err
 	}
-	f := &fetcher{c: p.c, repo: p.plan.Repository, area: p.area, jobs: p.o.Jobs, watch: p.o.Watch}
-	err = f.fetch(ctx, files)
-	p.done.Received, p.done.Resumed = f.received.Load(), f.resumed.Load()
+	done, err := fetch.Files(ctx, p.area, fetch.Source{Client: p.c, Repo: p.plan.Repository}, p.wanted(files), fetch.Options{
+		Jobs: p.o.Jobs, Rate: p.o.Rate, Mirrors: p.mirrors(), Watch: received{p.o.Watch},
+	})
+	p.done.Received, p.done.Resumed, p.done.Adopted = done.Received, done.Resumed, done.Adopted
 	var failed *FetchError
 	if errors.As(err, &failed) {
 		failed.Total = len(p.plan.Files)
 	}
 	return err
 }
+
+func (p *pull) wanted(files []staging.File) (all []fetch.File) {
+	for _, f := range files {
+		all = append(all, fetch.File{File: f, Damaged: p.damaged[f.Digest]})
+	}
+	return all
+}
+
+func (p *pull) mirrors() (all []Mirror) {
+	for _, m := range p.o.Mirrors {
+		if m.Repo == "" {
+			m.Repo = p.plan.Repository
+		}
+		all = append(all, m)
+	}
+	return all
+}
+
+// received tells a Watch how files come in.
+type received struct{ watch Watch }
+
+func (r received) Planned(file string, total int64) {
+	r.watch.tell(Event{Step: Planned, Phase: PhaseDownload, File: file, Total: total})
+}
+
+func (r received) Moved(file string, done, total int64) {
+	r.watch.tell(Event{Step: Moved, Phase: PhaseDownload, File: file, Bytes: done, Total: total})
+}
+
+func (r received) Done(file string, total int64) {
+	r.watch.tell(Event{Step: Done, Phase: PhaseDownload, File: file, Bytes: total, Total: total})
+}
+
+func (r received) Noted(file, note string) { r.watch.tell(Event{Step: Noted, File: file, Note: note}) }
 
 // available asks whether the registry can give the shards among files. One that does not know, as it is none of this
 // project, will tell when it is asked for the bytes.

@@ -18,6 +18,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/internal/durable"
 	"github.com/kiln-registry/kiln-registry/transfer/staging"
 )
 
@@ -71,6 +72,10 @@ type VerifyOptions struct {
 	Extra bool // a file that is not wanted is a finding
 	Watch Watch
 }
+
+type piece [durable.PieceSize]byte
+
+var pieces = sync.Pool{New: func() any { return new(piece) }}
 
 // ErrChanged: a file changed while it was read.
 var ErrChanged = errors.New("changed while it was read")

@@ -17,6 +17,7 @@ import (
 	"crypto/rand"
 	"errors"
 	"fmt"
+	"io"
 	"io/fs"
 	"os"
 	"path/filepath"
@@ -225,6 +226,9 @@ func (a *Area) removeAll(prefix, but string) error {
 	}
 	return err
 }
+
+// hash writes a piece to what hashes its stream. Every byte of the area is hashed here.
+func (a *Area) hash(stream io.Writer, b []byte) { stream.Write(b) }
 
 // verify notes that the file with a digest is there, whole and right.
 func (a *Area) verify(d identity.Digest) {

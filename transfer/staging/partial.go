@@ -89,7 +89,7 @@ func (p *Partial) open() (err error) {
 // rehash takes over what came in segments, as far as they are in order.
 func (p *Partial) rehash(n int64) error {
 	return readPieces(p.file, 0, n, func(b []byte) error {
-		p.hash.Write(b)
+		p.area.hash(p.hash, b)
 		p.off += int64(len(b))
 		return nil
 	})
@@ -107,7 +107,7 @@ func (p *Partial) Write(b []byte) (n int, err error) {
 		return 0, fmt.Errorf("more than the %d bytes that it shall have", p.size)
 	}
 	n, err = p.file.WriteAt(b, p.off)
-	p.hash.Write(b[:n])
+	p.area.hash(p.hash, b[:n])
 	p.off += int64(n)
 	if err == nil && p.off-p.saved >= saveEvery {
 		err = p.save()

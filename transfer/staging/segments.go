@@ -134,6 +134,13 @@ func (s *Segments) Passed(i int) bool {
 	return s.passed.has(i)
 }
 
+// Begun says whether some bytes of segment i are there, and it did not pass.
+func (s *Segments) Begun(i int) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.there[i] > 0
+}
+
 // Settle checks the segments of which all bytes are there but that did not pass yet, with no source but the disk.
 func (s *Segments) Settle(ctx context.Context) error {
 	return s.each(ctx, func(i int) error {
@@ -387,8 +394,8 @@ func (s *Segments) Segment(i int) (*Segment, error) {
 	}
 	err := readPieces(s.file, off, g.from, func(b []byte) error {
 		g.at += int64(len(b))
-		_, err := g.check.Write(b)
-		return err
+		s.area.hash(g.check, b)
+		return nil
 	})
 	g.from, g.saved = g.at, g.at
 	return g, err
@@ -409,7 +416,7 @@ func (g *Segment) Write(b []byte) (n int, err error) {
 		return 0, fmt.Errorf("more than the %d bytes of segment %d", g.n, g.i)
 	}
 	n, err = g.s.file.WriteAt(b, g.off+g.at)
-	g.check.Write(b[:n])
+	g.s.area.hash(g.check, b[:n])
 	g.at += int64(n)
 	if err == nil && g.at-g.saved >= saveEvery && g.at < g.n {
 		g.Keep()
@@ -438,3 +445,6 @@ func (g *Segment) Keep() {
 
 // Drop forgets what is written of the segment.
 func (g *Segment) Drop() { g.s.forget(g.i) }
+
+// Bytes returns how many bytes of the segment are there.
+func (g *Segment) Bytes() int64 { return g.at }

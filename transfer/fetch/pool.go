@@ -1,0 +1,323 @@
+package fetch
+
+import (
+	"context"
+	"errors"
+	"sync"
+	"time"
+
+	"github.com/kiln-registry/kiln-registry/identity"
+)
+
+const (
+	firstLimit = 4                      // connections to a source before anything is measured
+	epoch      = 500 * time.Millisecond // over which the rate of a source is measured
+	gain       = 1.05                   // more connections must bring that much more, or they are given back
+	settle     = 8                      // epochs after which more connections are tried once more
+	slowness   = 8                      // a source so many times slower than the fastest is only the last resort
+	patience   = 3 * time.Second        // after which a request to a source that is that slow is broken off
+	maxFaults  = 3                      // in a row, after which a mirror is not asked any more
+	firstRest  = time.Second            // of a mirror after a fault; doubled with each more
+)
+
+// errNoSource: no source is left that could give the bytes.
+var errNoSource = errors.New("no source is left")
+
+// pool shares connections out: each goes to the source that is likely to be fastest, as long as that has room. How many
+// each source gets follows what it can give.
+type pool struct {
+	jobs int // connections over all sources
+
+	mu      sync.Mutex // guards the rest, and what the sources say is guarded by it
+	sources []*source  // the registry is the first
+	used    int
+	changed chan struct{} // closed and replaced when a waiter may find room
+}
+
+func newPool(registry Source, mirrors []Source, jobs int) *pool {
+	p := &pool{jobs: jobs, changed: make(chan struct{})}
+	for i, s := range append([]Source{registry}, mirrors...) {
+		p.sources = append(p.sources, &source{
+			Source: s, mirror: i > 0, limit: min(jobs, firstLimit), most: jobs, lacks: map[identity.Digest]bool{},
+		})
+	}
+	return p
+}
+
+// source is one place that has the bytes.
+type source struct {
+	Source
+	mirror bool
+
+	used   int
+	limit  int // connections that it may have
+	most   int
+	out    bool // it is not asked any more
+	faults int  // in a row
+	rested time.Time
+	lacks  map[identity.Digest]bool
+	rate   float64 // bytes a second of one connection; zero: not known
+	meter  meter
+}
+
+// meter finds out whether more connections bring more bytes.
+type meter struct {
+	since  time.Time // of this epoch; zero: none has begun
+	bytes  int64     // in this epoch
+	full   bool      // all connections were used at some time of this epoch
+	best   float64   // bytes a second over all connections, at most
+	at     int       // how many connections brought that
+	calm   int       // epochs left in which no more are tried
+	slow   bool      // add one at a time, do not double
+	halved time.Time
+}
+
+// lease is one connection to a source.
+type lease struct {
+	p     *pool
+	s     *source
+	begun time.Time
+	bytes int64
+}
+
+// take waits until a source that fits has room, and takes it. fits is called with the pool locked. errNoSource.
+func (p *pool) take(ctx context.Context, fits func(*source) bool) (*lease, error) {
+	for {
+		if err := context.Cause(ctx); err != nil {
+			return nil, err
+		}
+		p.mu.Lock()
+		now := time.Now()
+		s, rest, any := p.choose(now, fits)
+		if s != nil {
+			s.used++
+			p.used++
+			s.meter.full = s.meter.full || s.used >= s.limit
+			p.mu.Unlock()
+			return &lease{p: p, s: s, begun: now}, nil
+		}
+		changed := p.changed
+		p.mu.Unlock()
+		if !any {
+			return nil, errNoSource
+		}
+		if err := waitFor(ctx, changed, rest); err != nil {
+			return nil, err
+		}
+	}
+}
+
+// waitFor waits for a change, or for so long if that is not zero.
+func waitFor(ctx context.Context, changed <-chan struct{}, d time.Duration) error {
+	var later <-chan time.Time
+	if d > 0 {
+		t := time.NewTimer(d)
+		defer t.Stop()
+		later = t.C
+	}
+	select {
+	case <-changed:
+	case <-later:
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	}
+	return nil
+}
+
+// choose returns the source to ask next. If it is nil, any says whether one could be asked later, and rest after which
+// time, zero: when a connection ends.
+func (p *pool) choose(now time.Time, fits func(*source) bool) (best *source, rest time.Duration, any bool) {
+	top := p.top(now, fits)
+	for _, s := range p.sources {
+		if s.out || !fits(s) {
+			continue
+		}
+		any = true
+		if left := s.rested.Sub(now); left > 0 {
+			if rest == 0 || left < rest {
+				rest = left
+			}
+			continue
+		}
+		if p.used < p.jobs && s.room() && !s.slow(top) && (best == nil || s.before(best)) {
+			best = s
+		}
+	}
+	return best, rest, any
+}
+
+// top returns the rate of the fastest source that fits.
+func (p *pool) top(now time.Time, fits func(*source) bool) (top float64) {
+	for _, s := range p.sources {
+		if !s.out && !s.rested.After(now) && fits(s) {
+			top = max(top, s.rate)
+		}
+	}
+	return top
+}
+
+// room says whether one more connection may be opened. A mirror of which nothing is known gets one.
+func (s *source) room() bool { return s.used < s.limit && (!s.mirror || s.rate > 0 || s.used == 0) }
+
+func (s *source) slow(top float64) bool { return s.rate > 0 && s.rate*slowness < top }
+
+// before says whether s is to be asked rather than o: what is not known is found out first.
+func (s *source) before(o *source) bool {
+	if (s.rate == 0) != (o.rate == 0) {
+		return s.rate == 0
+	}
+	return s.rate > o.rate
+}
+
+func (p *pool) wake() {
+	close(p.changed)
+	p.changed = make(chan struct{})
+}
+
+// end gives the connection back.
+func (l *lease) end() {
+	l.p.mu.Lock()
+	defer l.p.mu.Unlock()
+	l.s.used--
+	l.p.used--
+	if l.bytes > 0 {
+		l.s.faults = 0
+	}
+	l.learn(time.Since(l.begun))
+	l.p.wake()
+}
+
+// learn takes the rate of a connection into the average of its source.
+func (l *lease) learn(took time.Duration) {
+	const enough = 64 << 10 // bytes below which it is the distance that was measured
+	if l.bytes < enough {
+		return
+	}
+	rate := float64(l.bytes) / max(took, time.Millisecond).Seconds()
+	if l.s.rate > 0 {
+		rate = (l.s.rate + rate) / 2
+	}
+	l.s.rate = rate
+}
+
+// moved counts bytes of the connection. errSlow: it is so slow that another source should be asked.
+func (l *lease) moved(n int) error {
+	l.p.mu.Lock()
+	defer l.p.mu.Unlock()
+	now := time.Now()
+	l.bytes += int64(n)
+	if l.s.meter.count(n, now) {
+		l.s.adapt(now)
+		l.p.wake()
+	}
+	took := now.Sub(l.begun)
+	if !l.s.mirror || took < patience {
+		return nil
+	}
+	rate := float64(l.bytes) / took.Seconds()
+	for _, s := range l.p.sources {
+		if s != l.s && !s.out && rate*slowness < s.rate {
+			l.s.rate = rate
+			return errSlow
+		}
+	}
+	return nil
+}
+
+// errSlow: a mirror is far slower than another source.
+var errSlow = errors.New("it is far slower than the others")
+
+// count says whether an epoch has ended.
+func (m *meter) count(n int, now time.Time) bool {
+	if m.since.IsZero() {
+		m.since, m.bytes = now, 0
+	}
+	m.bytes += int64(n)
+	return now.Sub(m.since) >= epoch
+}
+
+// adapt ends an epoch: it allows more connections while they bring more, and takes them back when they do not.
+func (s *source) adapt(now time.Time) {
+	m := &s.meter
+	rate, full := float64(m.bytes)/now.Sub(m.since).Seconds(), m.full
+	m.since, m.bytes, m.full = now, 0, s.used >= s.limit
+	switch {
+	case !full: // nobody asked for more
+	case m.calm > 1:
+		m.calm--
+	case m.calm == 1:
+		m.calm, m.best, m.at = 0, rate, s.limit
+		s.limit = min(s.most, s.limit+1)
+	case rate > m.best*gain:
+		m.best, m.at = rate, s.limit
+		more := s.limit
+		if m.slow {
+			more = 1
+		}
+		s.limit = min(s.most, s.limit+more)
+	default:
+		s.limit, m.calm, m.slow = m.at, settle, true
+	}
+}
+
+// back halves the connections to a source that said it is asked too much. One burst of refusals counts once.
+func (l *lease) back() {
+	l.p.mu.Lock()
+	defer l.p.mu.Unlock()
+	now := time.Now()
+	if m := &l.s.meter; now.Sub(m.halved) > epoch {
+		l.s.limit = max(1, l.s.limit/2)
+		*m = meter{halved: now, calm: settle, slow: true}
+	}
+}
+
+// drop ends the use of a source and says whether it was in use.
+func (p *pool) drop(s *source) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	was := !s.out
+	s.out = true
+	p.wake()
+	return was
+}
+
+// fault lets a mirror rest, for at least the time that it asked for. It says whether that was one fault too many: then
+// it is not asked any more.
+func (p *pool) fault(s *source, asked time.Duration) (last bool) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	s.faults++
+	s.rested = time.Now().Add(max(asked, firstRest<<min(s.faults-1, maxFaults)))
+	last = s.faults >= maxFaults && !s.out
+	s.out = s.out || last
+	p.wake()
+	return last
+}
+
+// lack notes that a source does not have a blob, and says whether that is the first one it lacks.
+func (p *pool) lack(s *source, d identity.Digest) (first bool) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	first = len(s.lacks) == 0
+	s.lacks[d] = true
+	p.wake()
+	return first
+}
+
+// rate returns the bytes a second of one connection to a source, zero: not known.
+func (p *pool) rate(s *source) float64 {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return s.rate
+}
+
+// best returns the source that a file that comes from one source is to be asked of: the registry, if no mirror has room.
+func (p *pool) best(d identity.Digest) *source {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	s, _, _ := p.choose(time.Now(), func(s *source) bool { return !s.lacks[d] })
+	if s == nil {
+		return p.sources[0]
+	}
+	return s
+}
