@@ -3,6 +3,7 @@ package blobstore
 import (
 	"fmt"
 
+	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/identity/lanes"
 )
 
@@ -30,4 +31,23 @@ func FitMidstates(form []byte, i Info, segment int64) error {
 		return fmt.Errorf("%w: there are none in a blob of one segment", ErrMidstatesDamaged)
 	}
 	return nil
+}
+
+// FormMidstates returns the form of the midstates of the blob d, of which states are those at its edges, one after the
+// other; what is behind them is left out. It returns nil if the blob has one segment, or more than have a form, or if
+// there are too few states. It is for engines.
+func FormMidstates(states []byte, d identity.Digest, size, segment int64) ([]byte, error) {
+	n, one := lanes.Edges(size, segment), int64(len(lanes.State{}))
+	if n == 0 || n > lanes.MaxEdges || int64(len(states)) < n*one {
+		return nil, nil
+	}
+	edge := make([]lanes.State, n)
+	for i := range edge {
+		edge[i] = lanes.State(states[int64(i)*one:])
+	}
+	s, err := lanes.New(segment, size, d, edge)
+	if err != nil {
+		return nil, err
+	}
+	return s.MarshalBinary()
 }

@@ -248,8 +248,7 @@ func (s *session) point() (sv save, err error) {
 // midstates returns those of the whole upload, whose digest is d, in the form that a store keeps. It returns nil if it
 // has none, or if some were not recorded. The session can't be saved afterwards.
 func (s *session) midstates(d identity.Digest) ([]byte, error) {
-	n := lanes.Edges(s.size, s.st.segment)
-	if n == 0 || n > lanes.MaxEdges {
+	if lanes.Edges(s.size, s.st.segment) == 0 {
 		return nil, nil
 	}
 	sv, err := s.point()
@@ -263,15 +262,7 @@ func (s *session) midstates(d identity.Digest) ([]byte, error) {
 	if b = append(b, sv.noted...); crc32.Checksum(b, castagnoli) != sv.Sum {
 		return nil, nil
 	}
-	edge := make([]lanes.State, n)
-	for i := range edge {
-		copy(edge[i][:], b[int64(i)*stateSize:])
-	}
-	states, err := lanes.New(s.st.segment, s.size, d, edge)
-	if err != nil {
-		return nil, err
-	}
-	return states.MarshalBinary()
+	return blobstore.FormMidstates(b, d, s.size, s.st.segment)
 }
 
 // begins checks that an append starts where the upload ends.

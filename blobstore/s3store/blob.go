@@ -13,6 +13,7 @@ import (
 	"github.com/kiln-registry/kiln-registry/blobstore"
 	"github.com/kiln-registry/kiln-registry/blobstore/s3store/bucket"
 	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/identity/lanes"
 )
 
 const (
@@ -223,7 +224,7 @@ func (st *Store) delete(ctx context.Context, i blobstore.Info) error {
 	if n, ok := st.asideOf(i.Digest); ok && n.Copy == i.Generation {
 		return st.release(ctx, i.Digest)
 	}
-	if err := st.removeCopy(ctx, i.Digest, i.Generation); err != nil {
+	if err := st.removeCopy(ctx, i.Digest, i.Generation, i.Size); err != nil {
 		return err
 	}
 	if !hidden {
@@ -302,13 +303,77 @@ func (st *Store) bar(ctx context.Context, d identity.Digest, copy string) (shown
 	}
 }
 
-// removeCopy removes the bytes of a copy that is not shown.
-func (st *Store) removeCopy(ctx context.Context, d identity.Digest, name string) error {
-	err := st.b.Remove(ctx, st.bytesKey(d, name))
+// removeCopy removes the bytes of a copy that is not shown, and midstates if a copy of that size may have any.
+func (st *Store) removeCopy(ctx context.Context, d identity.Digest, name string, size int64) (err error) {
+	if lanes.Edges(size, st.segment) > 0 {
+		err = st.b.Remove(ctx, st.blobKey(d, name+midstatesMark))
+	}
+	err = and(err, st.b.Remove(ctx, st.bytesKey(d, name)))
 	if strings.HasPrefix(name, unnamedMark) {
 		err = and(err, st.b.Remove(ctx, st.blobKey(d, name)))
 	}
 	return err
+}
+
+// midstatesMark is what the name of a copy's midstates has after that of the copy. They are put before the copy is shown,
+// and without any condition: all that can be right are the same.
+const midstatesMark = ".midstates"
+
+// putMidstates stores those of the upload, if all were recorded, for its copy. The copy can do without.
+func (s *session) putMidstates(ctx context.Context, d identity.Digest) {
+	end, err := s.point()
+	if err != nil {
+		return
+	}
+	if form, err := blobstore.FormMidstates(end.midstates, d, end.size, s.st.segment); err == nil && form != nil {
+		_, _ = s.st.b.Put(ctx, s.st.blobKey(d, s.copyName()+midstatesMark), form, bucket.Condition{})
+	}
+}
+
+// copyOf describes the copy that i names. blobstore.ErrNotFound also if another one is shown.
+func (st *Store) copyOf(ctx context.Context, i blobstore.Info) (blobstore.Info, error) {
+	now, err := st.Stat(ctx, i.Digest)
+	if err == nil && now.Generation != i.Generation {
+		err = blobstore.ErrNotFound
+	}
+	return now, err
+}
+
+// Segments implements blobstore.Segments. A copy has none if it was stored by a program that knew nothing of midstates,
+// if the server didn't take them, or if it is larger than 512 GiB and came in several requests.
+func (st *Store) Segments(ctx context.Context, i blobstore.Info) ([]byte, error) {
+	now, err := st.copyOf(ctx, i)
+	var o bucket.Object
+	if err == nil {
+		o, err = st.b.Get(ctx, st.blobKey(i.Digest, i.Generation+midstatesMark), int64(lanes.MaxBytes), func(form []byte) error {
+			return blobstore.FitMidstates(form, now, st.segment)
+		})
+	}
+	if errors.Is(err, bucket.ErrAbsent) {
+		err = blobstore.ErrNotFound
+	}
+	if err != nil {
+		return nil, fmt.Errorf("midstates of blob %s, copy %.80q: %w", i.Digest, i.Generation, err)
+	}
+	return o.Body, nil
+}
+
+// KeepSegments implements blobstore.Segments. What it puts of a copy that is removed meanwhile is left to Sweep.
+func (st *Store) KeepSegments(ctx context.Context, i blobstore.Info, form []byte) error {
+	err := st.change(ctx)
+	if err == nil {
+		i, err = st.copyOf(ctx, i)
+	}
+	if err == nil {
+		err = blobstore.FitMidstates(form, i, st.segment)
+	}
+	if err == nil {
+		_, err = st.b.Put(ctx, st.blobKey(i.Digest, i.Generation+midstatesMark), form, bucket.Condition{})
+	}
+	if err != nil {
+		return fmt.Errorf("keep midstates of blob %s, copy %.80q: %w", i.Digest, i.Generation, err)
+	}
+	return nil
 }
 
 // ordered stands in for conditional writes, within this process, where the server has none.
@@ -465,6 +530,7 @@ type group struct {
 	digest identity.Digest
 	marker bucket.Entry // zero if there is none
 	copies []bucket.Entry
+	states []bucket.Entry // midstates of copies
 }
 
 // shown says whether one of the copies is.
@@ -476,6 +542,8 @@ func (g *group) add(name string, o bucket.Entry) {
 		g.marker = o
 	case validCopy(name):
 		g.copies = append(g.copies, o)
+	case strings.HasSuffix(name, midstatesMark) && validCopy(strings.TrimSuffix(name, midstatesMark)):
+		g.states = append(g.states, o)
 	}
 }
 

@@ -176,7 +176,7 @@ func (st *Store) releaseNote(ctx context.Context, d identity.Digest, n note) err
 	if err := st.change(ctx); err != nil {
 		return err
 	}
-	if err := st.removeCopy(ctx, d, n.Copy); err != nil {
+	if err := st.removeCopy(ctx, d, n.Copy, n.Size); err != nil {
 		return err
 	}
 	return st.b.Remove(ctx, st.noteKey(d))

@@ -15,6 +15,7 @@ import (
 	"github.com/kiln-registry/kiln-registry/blobstore"
 	"github.com/kiln-registry/kiln-registry/blobstore/s3store/bucket"
 	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/identity/lanes"
 )
 
 const (
@@ -35,14 +36,15 @@ type state struct {
 	Unnamed   bool            `json:"unnamed,omitempty"`  // the copy's bytes are at unnamed/ID
 	Multipart string          `json:"multipart,omitzero"` // the server's name of the multipart upload; empty: not begun
 	Parts     []bucket.Part   `json:"parts,omitempty"`
-	Parted    int64           `json:"parted"`          // bytes in parts
-	Tails     []tail          `json:"tails,omitempty"` // the bytes after the last part
-	Size      int64           `json:"size"`            // bytes in parts and tails
-	Hash      []byte          `json:"hash"`            // saved state of identity.NewHash over them
-	Ended     bool            `json:"ended,omitempty"` // what is left of the upload is only to be removed
-	Became    identity.Digest `json:"became,omitzero"` // the blob of which another copy is shown than that of the upload
-	Whole     int64           `json:"whole,omitempty"` // the size of that
-	Writer    string          `json:"writer"`          // the session that saved it
+	Parted    int64           `json:"parted"`              // bytes in parts
+	Tails     []tail          `json:"tails,omitempty"`     // the bytes after the last part
+	Size      int64           `json:"size"`                // bytes in parts and tails
+	Hash      []byte          `json:"hash"`                // saved state of identity.NewHash over them
+	Midstates []byte          `json:"midstates,omitempty"` // one at each edge of a segment in them; empty: not all are known
+	Ended     bool            `json:"ended,omitempty"`     // what is left of the upload is only to be removed
+	Became    identity.Digest `json:"became,omitzero"`     // the blob of which another copy is shown than that of the upload
+	Whole     int64           `json:"whole,omitempty"`     // the size of that
+	Writer    string          `json:"writer"`              // the session that saved it
 }
 
 // tail is an object that holds bytes after the last part.
@@ -69,11 +71,13 @@ type session struct {
 	id   string
 	name string       // of this session, to know its own saves again
 	size atomic.Int64 // bytes received
-	hash identity.Hash
-	buf  []byte // the bytes after the last part; those of the tails first
-	crc  uint32 // of buf
-	next []byte // empty: the buffer of the part after this one, when it was used before
-	n    int    // the part that buf will be, counted from 0
+	hash *lanes.Recorder
+	// The midstates from the start of the blob on, in order, as far as hash was asked for them.
+	noted []byte
+	buf   []byte // the bytes after the last part; those of the tails first
+	crc   uint32 // of buf
+	next  []byte // empty: the buffer of the part after this one, when it was used before
+	n     int    // the part that buf will be, counted from 0
 
 	// Of the memory for parts this is taken, for buf and for the other buffer, which is next or the part on its way.
 	taken, takenNext int64
@@ -139,7 +143,7 @@ func (s *state) sound() bool {
 
 // begin takes an upload for one call. The bytes of its tails come with it if they are wanted.
 func (st *Store) begin(ctx context.Context, id string, bytes bool) (*session, error) {
-	s := &session{st: st, id: id, name: rand.Text(), hash: identity.NewHash()}
+	s := &session{st: st, id: id, name: rand.Text(), hash: lanes.NewRecorder(st.segment)}
 	if err := st.take(s); err != nil {
 		return nil, err
 	}
@@ -161,23 +165,6 @@ func (st *Store) begin(ctx context.Context, id string, bytes bool) (*session, er
 		return nil, err
 	}
 	return s, nil
-}
-
-// endedAs returns what an upload became, as far as this process knows.
-func (st *Store) endedAs(id string) *receipt {
-	st.mu.Lock()
-	defer st.mu.Unlock()
-	return st.ended[id]
-}
-
-func (st *Store) setEnded(id string, r *receipt) {
-	st.mu.Lock()
-	defer st.mu.Unlock()
-	if r == nil {
-		delete(st.ended, id)
-	} else {
-		st.ended[id] = r
-	}
 }
 
 // findEnded says what an upload became whose state this is; nil: it has not ended. It is remembered.
@@ -234,6 +221,9 @@ func (s *session) load(ctx context.Context, tails bool) error {
 	s.size.Store(found.Size)
 	if err := s.hash.UnmarshalBinary(found.Hash); err != nil {
 		return fmt.Errorf("%w: saved hash state of upload %s: %w", blobstore.ErrDamaged, s.id, err)
+	}
+	if int64(len(found.Midstates)) == found.Size/s.st.segment*stateSize {
+		s.noted = slices.Clip(found.Midstates)
 	}
 	if !tails || found.Ended {
 		return nil
@@ -365,8 +355,8 @@ func (s *session) flush(ctx context.Context) bool {
 		s.st.memory.give(s.takenNext)
 		s.next, s.takenNext = nil, 0
 	}
-	b, taken, crc, size := s.buf, s.taken, s.crc, s.size.Load()
-	h, err := s.hash.MarshalBinary()
+	b, taken, crc := s.buf, s.taken, s.crc
+	end, err := s.point()
 	if err != nil {
 		s.failed = err
 		return false
@@ -376,7 +366,7 @@ func (s *session) flush(ctx context.Context) bool {
 	done := make(chan error, 1)
 	s.sending = done
 	go func() {
-		err := s.send(context.WithoutCancel(ctx), b, crc, size, h)
+		err := s.send(context.WithoutCancel(ctx), b, crc, end)
 		s.next, s.takenNext = b[:0], taken
 		done <- err
 	}()
@@ -419,7 +409,7 @@ func (s *session) saveTail(ctx context.Context) error {
 	if held == int64(len(s.buf)) {
 		return nil
 	}
-	h, err := s.hash.MarshalBinary()
+	end, err := s.point()
 	if err != nil {
 		return err
 	}
@@ -431,8 +421,43 @@ func (s *session) saveTail(ctx context.Context) error {
 	if _, err := s.st.b.Put(ctx, s.tailKey(t.Name), body, bucket.Condition{}); err != nil {
 		return err
 	}
-	s.cur.Tails, s.cur.Size, s.cur.Hash = append(s.cur.Tails, t), s.size.Load(), h
+	s.cur.Tails = append(s.cur.Tails, t)
+	s.cur.reach(end)
 	return nil
+}
+
+// stateSize is the size of a midstate.
+const stateSize = int64(len(lanes.State{}))
+
+// maxSavedStates is how many bytes of midstates a state has at most, those of 512 GiB, so that it stays a small object.
+// A larger upload that goes on in another session has none.
+const maxSavedStates = 1 << 20
+
+// point is where an upload was, and what its hash and midstates were there.
+type point struct {
+	size            int64
+	hash, midstates []byte
+}
+
+// point returns where the upload is.
+func (s *session) point() (p point, err error) {
+	first, noted := s.hash.Take()
+	for i := range noted {
+		if (first-1+int64(i))*stateSize == int64(len(s.noted)) { // else some are missing
+			s.noted = append(s.noted, noted[i][:]...)
+		}
+	}
+	p.size, p.midstates = s.size.Load(), s.noted
+	p.hash, err = s.hash.MarshalBinary()
+	return p, err
+}
+
+// reach says that everything up to p is stored.
+func (s *state) reach(p point) {
+	s.Size, s.Hash, s.Midstates = p.size, p.hash, nil
+	if len(p.midstates) <= maxSavedStates {
+		s.Midstates = p.midstates
+	}
 }
 
 // saveState makes uploads/ID say what cur does. blobstore.ErrUploadBusy if another process goes on with the upload.
@@ -534,7 +559,7 @@ func (s *session) dropCopy(ctx context.Context) error {
 	if err != nil || shown {
 		return err
 	}
-	return s.st.removeCopy(ctx, s.cur.Target, s.copyName())
+	return s.st.removeCopy(ctx, s.cur.Target, s.copyName(), max(s.size.Load(), s.cur.Announced))
 }
 
 // clear removes what is left of an upload that has ended, uploads/ID last. Tails that were put but never noted are left

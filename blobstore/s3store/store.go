@@ -5,6 +5,7 @@
 //	owner.json                  which process owns the store, see owner.go
 //	blobs/HEX/live              which copy of a blob is shown, or that none is, see blob.go
 //	blobs/HEX/COPY              the bytes of a copy, or a stub where they are unnamed/ID
+//	blobs/HEX/COPY.midstates    its midstates if it has more than 16 MiB, in the form of package lanes
 //	unnamed/ID                  the bytes of a copy whose digest was not known when the first of them came
 //	uploads/ID                  an open upload, or the receipt of one that became a blob, see session.go
 //	tails/ID/OFFSET             its bytes after the last whole part
@@ -35,6 +36,7 @@ import (
 	"github.com/kiln-registry/kiln-registry/blobstore"
 	"github.com/kiln-registry/kiln-registry/blobstore/s3store/bucket"
 	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/identity/lanes"
 )
 
 const markerName = "store.json"
@@ -87,7 +89,7 @@ const uncounted = 1 << 20
 // partPatience is how long an upload waits for memory.
 const partPatience = 30 * time.Second
 
-// Store is a store in a bucket. It implements blobstore.Store, Uploads, Refs, Quarantine, Sweeper and
+// Store is a store in a bucket. It implements blobstore.Store, Uploads, Refs, Quarantine, Segments, Sweeper and
 // Losses.
 type Store struct {
 	b           *bucket.Bucket
@@ -103,6 +105,7 @@ type Store struct {
 	patience    time.Duration
 	partMin     int64 // smallest size of a part but the last; less in tests
 	saveEvery   int64 // bytes
+	segment     int64 // lanes.SegmentSize, smaller in tests
 
 	mu     sync.Mutex // guards active, ended and aside
 	active map[string]*session
@@ -120,6 +123,7 @@ var (
 	_ blobstore.Uploads    = (*Store)(nil)
 	_ blobstore.Refs       = (*Store)(nil)
 	_ blobstore.Quarantine = (*Store)(nil)
+	_ blobstore.Segments   = (*Store)(nil)
 	_ blobstore.Sweeper    = (*Store)(nil)
 	_ blobstore.Losses     = (*Store)(nil)
 )
@@ -262,7 +266,7 @@ func Open(ctx context.Context, c Config, o Options) (*Store, error) {
 	st := &Store{
 		b: b, notify: o.Notify, active: map[string]*session{}, ended: map[string]*receipt{},
 		aside: map[identity.Digest]note{}, partMin: partMin, saveEvery: saveEvery, reading: o.ReadOnly,
-		patience: cmp.Or(o.patience, partPatience),
+		segment: lanes.SegmentSize, patience: cmp.Or(o.patience, partPatience),
 	}
 	st.memory.all = cmp.Or(o.PartMemory, DefaultPartMemory)
 	st.memory.left = st.memory.all
@@ -416,6 +420,23 @@ func (st *Store) Lost() <-chan struct{} {
 		return nil
 	}
 	return st.owner.gone
+}
+
+// endedAs returns what an upload became, as far as this process knows.
+func (st *Store) endedAs(id string) *receipt {
+	st.mu.Lock()
+	defer st.mu.Unlock()
+	return st.ended[id]
+}
+
+func (st *Store) setEnded(id string, r *receipt) {
+	st.mu.Lock()
+	defer st.mu.Unlock()
+	if r == nil {
+		delete(st.ended, id)
+	} else {
+		st.ended[id] = r
+	}
 }
 
 // ID returns what tells this store from all others, also after it was moved to another bucket.

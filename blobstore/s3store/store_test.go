@@ -64,11 +64,15 @@ func (m *medium) Open(t testing.TB) (storetest.Store, error) {
 	if err != nil {
 		return nil, err
 	}
+	st.segment = m.SegmentSize()
 	if m.part > 0 {
 		st.partMin, st.saveEvery = m.part, 2*m.part
 	}
 	return st, nil
 }
+
+// SegmentSize is one that gives small blobs midstates.
+func (m *medium) SegmentSize() int64 { return 64 << 10 }
 
 type roundTripper func(*http.Request) (*http.Response, error)
 
@@ -162,7 +166,7 @@ func (m *medium) Check(t testing.TB) {
 			t.Fatal(err)
 		}
 		key := strings.Split(strings.TrimPrefix(o.Key, prefix), "/")
-		name := key[len(key)-1]
+		name := strings.TrimSuffix(key[len(key)-1], midstatesMark)
 		switch {
 		case key[0] == markerName, key[0] == ownerName, key[0] == refsName, key[0] == uploadsName, name == liveName:
 		case key[0] == asideName && aside[name]:

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
 	"slices"
 	"strings"
 	"time"
@@ -96,6 +97,10 @@ func (st *Store) needs(ctx context.Context, id string, it func(s state) bool) (b
 
 func (st *Store) sweepCopies(ctx context.Context, before time.Time) (removed int, err error) {
 	err = st.groups(ctx, "", func(g group) (more bool, err error) {
+		n, err := st.sweepStates(ctx, g, before)
+		if removed += n; err != nil {
+			return false, err
+		}
 		if len(g.copies) == 0 || len(g.copies) == 1 && g.shown() {
 			return true, nil
 		}
@@ -114,6 +119,32 @@ func (st *Store) sweepCopies(ctx context.Context, before time.Time) (removed int
 		return true, nil
 	})
 	return removed, err
+}
+
+// sweepStates removes midstates whose copy is gone.
+func (st *Store) sweepStates(ctx context.Context, g group, before time.Time) (removed int, err error) {
+	for _, o := range g.states {
+		name := strings.TrimSuffix(keyCopy(o.Key), midstatesMark)
+		listed := slices.ContainsFunc(g.copies, func(c bucket.Entry) bool { return keyCopy(c.Key) == name })
+		if listed || !o.Modified.Before(before) {
+			continue
+		}
+		_, err := st.b.Head(ctx, st.bytesKey(g.digest, name))
+		if err == nil {
+			continue // it came while the store was listed
+		}
+		if errors.Is(err, bucket.ErrAbsent) {
+			err = st.change(ctx)
+		}
+		if err == nil {
+			removed++
+			err = st.b.Remove(ctx, o.Key)
+		}
+		if err != nil {
+			return removed, err
+		}
+	}
+	return removed, nil
 }
 
 func (st *Store) sweepCopy(ctx context.Context, g group, name string) (removed bool, err error) {
@@ -137,7 +168,7 @@ func (st *Store) sweepCopy(ctx context.Context, g group, name string) (removed b
 	if err := st.change(ctx); err != nil {
 		return false, err
 	}
-	return true, st.removeCopy(ctx, g.digest, name)
+	return true, st.removeCopy(ctx, g.digest, name, math.MaxInt64)
 }
 
 func (st *Store) sweepTails(ctx context.Context, before time.Time) (removed int, err error) {

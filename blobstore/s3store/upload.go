@@ -14,6 +14,7 @@ import (
 	"github.com/kiln-registry/kiln-registry/blobstore"
 	"github.com/kiln-registry/kiln-registry/blobstore/s3store/bucket"
 	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/identity/lanes"
 )
 
 // Create implements blobstore.Store. An announced size that no bucket.Object can have is ErrNoSpace.
@@ -30,12 +31,13 @@ func (st *Store) create(ctx context.Context, hint identity.Digest, size int64) (
 		return nil, fmt.Errorf("%w: %d bytes to come, an object has at most %d",
 			blobstore.ErrNoSpace, size, int64(bucket.MaxObject))
 	}
-	s := &session{st: st, id: rand.Text(), name: rand.Text(), hash: identity.NewHash()}
-	h, err := s.hash.MarshalBinary()
+	s := &session{st: st, id: rand.Text(), name: rand.Text(), hash: lanes.NewRecorder(st.segment)}
+	begin, err := s.point()
 	if err != nil {
 		return nil, err
 	}
-	s.cur = state{Hint: hint, Announced: max(size, -1), Target: hint, Hash: h}
+	s.cur = state{Hint: hint, Announced: max(size, -1), Target: hint}
+	s.cur.reach(begin)
 	if err := s.saveState(ctx); err != nil {
 		return nil, err
 	}
@@ -290,6 +292,7 @@ func (s *session) publish(ctx context.Context, want identity.Digest) (i blobstor
 			return i, err
 		}
 	}
+	s.putMidstates(ctx, want)
 	if i, err = s.st.publish(ctx, want, s.copyName(), s.size.Load()); err != nil {
 		return i, err
 	}
@@ -300,7 +303,7 @@ func (s *session) publish(ctx context.Context, want identity.Digest) (i blobstor
 				return i, err
 			}
 		}
-		if err := s.st.removeCopy(ctx, want, s.copyName()); err != nil {
+		if err := s.st.removeCopy(ctx, want, s.copyName(), s.size.Load()); err != nil {
 			return i, err
 		}
 	}
@@ -424,8 +427,8 @@ func (s *session) reserve(ctx context.Context, size, whole int64) error {
 	return nil
 }
 
-// send stores a part, which ends at size where the hash state is h, and now and then saves the state.
-func (s *session) send(ctx context.Context, b []byte, crc uint32, size int64, h []byte) error {
+// send stores a part, and now and then saves the state.
+func (s *session) send(ctx context.Context, b []byte, crc uint32, end point) error {
 	if err := s.multipart(ctx); err != nil {
 		return err
 	}
@@ -434,7 +437,8 @@ func (s *session) send(ctx context.Context, b []byte, crc uint32, size int64, h 
 		return err
 	}
 	s.cur.Parts = append(s.cur.Parts, p)
-	s.cur.Parted, s.cur.Size, s.cur.Tails, s.cur.Hash = size, size, nil, h
+	s.cur.Parted, s.cur.Tails = end.size, nil
+	s.cur.reach(end)
 	if s.cur.Size-s.saved.Size < s.st.saveEvery {
 		return nil
 	}
@@ -449,9 +453,9 @@ func (s *session) sendLast(ctx context.Context) {
 	if s.failed != nil || !complete || kept || s.cur.Multipart == "" {
 		return
 	}
-	h, err := s.hash.MarshalBinary()
+	end, err := s.point()
 	if err == nil {
-		err = s.send(context.WithoutCancel(ctx), s.buf, s.crc, s.size.Load(), h)
+		err = s.send(context.WithoutCancel(ctx), s.buf, s.crc, end)
 	}
 	if err != nil {
 		s.failed = err

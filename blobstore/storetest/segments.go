@@ -113,3 +113,59 @@ func testSegmentsOfCopy(e *env) {
 	_, err = e.st.(blobstore.Segments).Segments(e.ctx, blobstore.Info{Digest: identity.Sum([]byte("not there"))})
 	e.want("midstates of nothing", err, blobstore.ErrNotFound)
 }
+
+// testKeepSegments: midstates can be kept later, of a copy that is shown and if they may be those of it. They outlive the
+// process, and don't outlive the copy.
+func testKeepSegments(e *env) {
+	sg := e.st.(blobstore.Segments)
+	segment := e.segmentSize()
+	b, other := random(42, int(3*segment+5)), random(43, int(3*segment+5))
+	i, one := e.put(b), e.put(random(44, int(segment)))
+	right, wrong := e.form(b, i.Digest), e.form(other, i.Digest)
+	for what, form := range map[string][]byte{
+		"nothing": nil, "a part": right[:len(right)-1], "more": append(bytes.Clone(right), 0),
+		"those of another digest": e.form(b, identity.Sum(other)), "those of another size": e.form(b[1:], i.Digest),
+	} {
+		err := sg.KeepSegments(e.ctx, i, form)
+		e.want("keep "+what, err, blobstore.ErrMidstatesDamaged)
+		e.want("keep "+what, err, blobstore.ErrDamaged)
+	}
+	e.want("keep those of one segment", sg.KeepSegments(e.ctx, one, e.form(random(44, int(segment)), one.Digest)),
+		blobstore.ErrMidstatesDamaged)
+	for _, form := range [][]byte{wrong, right} { // which the store can't tell apart
+		e.must(sg.KeepSegments(e.ctx, i, form))
+		e.reopen(true)
+		sg = e.st.(blobstore.Segments)
+		got, err := sg.Segments(e.ctx, i)
+		e.must(err)
+		if !bytes.Equal(got, form) {
+			e.Error("other midstates in the next process than were kept")
+		}
+	}
+	e.must(e.st.Delete(e.ctx, i))
+	e.want("keep those of a copy that is gone", sg.KeepSegments(e.ctx, i, right), blobstore.ErrNotFound)
+	second := e.put(b)
+	e.want("keep those of the first copy", sg.KeepSegments(e.ctx, i, right), blobstore.ErrNotFound)
+	if e.midstates(second, b) == nil {
+		e.Error("no midstates of the second copy")
+	}
+	if q, ok := e.st.(blobstore.Quarantine); ok {
+		e.must(q.SetAside(e.ctx, second, "it has to be"))
+		_, err := sg.Segments(e.ctx, second)
+		e.want("midstates of what is set aside", err, blobstore.ErrQuarantined)
+		e.want("keep those of what is set aside", sg.KeepSegments(e.ctx, second, right), blobstore.ErrQuarantined)
+	}
+}
+
+// form returns the midstates that b has, said to be those of d.
+func (e *env) form(b []byte, d identity.Digest) []byte {
+	e.Helper()
+	h := lanes.NewRecorder(e.segmentSize())
+	h.Write(b)
+	_, noted := h.Take()
+	s, err := lanes.New(e.segmentSize(), int64(len(b)), d, noted[:lanes.Edges(int64(len(b)), e.segmentSize())])
+	e.must(err)
+	form, err := s.MarshalBinary()
+	e.must(err)
+	return form
+}

@@ -76,7 +76,8 @@ func Run(t *testing.T, makeMedium func(t testing.TB) Medium) {
 	}
 	more := probe(t, makeMedium)
 	if more.segments {
-		tests = append(tests, test{"Segments", testSegments}, test{"SegmentsOfCopy", testSegmentsOfCopy})
+		tests = append(tests, test{"Segments", testSegments}, test{"SegmentsOfCopy", testSegmentsOfCopy},
+			test{"KeepSegments", testKeepSegments})
 	}
 	if more.quarantine {
 		tests = append(tests, []test{
