@@ -33,10 +33,7 @@ const (
 
 // Manifest returns a manifest of a repository, by tag or digest, with its exact bytes. ErrManifestUnknown.
 func (r *Registry) Manifest(
-	ctx context.Context,
-	c access.Caller,
-	repo string,
-	ref api.Ref,
+	ctx context.Context, c access.Caller, repo string, ref api.Ref,
 ) (index.Record, []byte, error) {
 	if err := c.Check(access.Pull, repo); err != nil {
 		return index.Record{}, nil, err
@@ -60,13 +57,7 @@ func unknownManifest(err error, repo string, ref api.Ref) error {
 // contradicts itself or the bytes; ErrManifestBlobUnknown and ErrSizeInvalid if a blob is not held by this repository
 // or has another size; ErrDenied if an immutable tag names another manifest, or this one by another type; ErrStoreFull.
 func (r *Registry) PutManifest(
-	ctx context.Context,
-	c access.Caller,
-	repo string,
-	ref api.Ref,
-	tags []string,
-	contentType string,
-	body []byte,
+	ctx context.Context, c access.Caller, repo string, ref api.Ref, tags []string, contentType string, body []byte,
 ) (index.Record, error) {
 	if err := c.Check(access.Push, repo); err != nil {
 		return index.Record{}, err
@@ -89,7 +80,7 @@ func (r *Registry) PutManifest(
 		return index.Record{}, err
 	}
 	defer r.inOrder(repo, d, m.Subject)()
-	found, err := r.find(ctx, m)
+	found, err := r.findIn(ctx, r.heads.Over(held{r.store}), m)
 	var u unreadable
 	if errors.As(err, &u) {
 		r.scrubber.Unreadable(ctx, u.digest, u.err)
@@ -397,8 +388,13 @@ func quoted(name string) string {
 // find says what a manifest is, from the manifest and the blobs it names. With what its repository says of it, see
 // claims.Settle, that is all that is found of it.
 func (r *Registry) find(ctx context.Context, m classify.Manifest) (classify.Finding, error) {
+	return r.findIn(ctx, held{r.store}, m)
+}
+
+// findIn is find with what is known of the blobs, which were seen to be there.
+func (r *Registry) findIn(ctx context.Context, b classify.Blobs, m classify.Manifest) (classify.Finding, error) {
 	defer r.admitText(m.TextSize())()
-	a, err := classify.Classify(ctx, held{r.store}, m)
+	a, err := classify.Classify(ctx, b, m)
 	a.Claim = identity.Aggregate{} // what it comes to is in the rest
 	return classify.Finding{Artifact: a, Rules: classify.Rules}, err
 }

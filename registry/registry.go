@@ -99,9 +99,10 @@ type Registry struct {
 	writes   sync.RWMutex // held for writing while the index is rebuilt
 	heavy    sync.Mutex   // held while a manifest is classified that takes much memory
 	kept     watermark
-	replayed atomic.Int64  // refs that the last replay brought into the index
-	large    chan struct{} // has room for one: the classification that holds a large shard index in memory
-	handles  sync.Map      // by id: the blobstore.Upload of each upload that this process has used and that has not ended
+	replayed atomic.Int64   // refs that the last replay brought into the index
+	large    chan struct{}  // has room for one: the classification that holds a large shard index in memory
+	handles  sync.Map       // by id: the *handle of each upload that this process has used and that has not ended
+	heads    classify.Heads // of blobs that were uploaded of late
 
 	leftOut    atomic.Pointer[string] // names a ref of the store that the index could not take, unless empty
 	lease      time.Duration

@@ -9,12 +9,14 @@ import (
 	"net/http"
 	"strconv"
 	"strings"
+	"sync/atomic"
 
 	"github.com/kiln-registry/kiln-registry/api"
 	"github.com/kiln-registry/kiln-registry/blobstore"
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/index"
 	"github.com/kiln-registry/kiln-registry/registry/access"
+	"github.com/kiln-registry/kiln-registry/registry/classify"
 )
 
 // CreateUpload opens an upload in a repository. d and size are what the client says about the bytes to come: zero and
@@ -42,8 +44,26 @@ func (r *Registry) CreateUpload(
 	if err != nil {
 		return "", errors.Join(err, s.Abort(context.WithoutCancel(ctx)))
 	}
-	r.handles.Store(s.ID(), s)
+	r.handles.Store(s.ID(), &handle{Upload: s})
 	return s.ID(), nil
+}
+
+// handle is an upload that this process has open, with how its bytes begin once they came to this process.
+type handle struct {
+	blobstore.Upload
+	head atomic.Pointer[classify.Head]
+}
+
+// watched is the body of a chunk. The first one of an upload shows how the blob begins: keep that once it is stored.
+func (h *handle) watched(ch Chunk) (body io.Reader, keep func() *classify.Head) {
+	if ch.Offset != 0 {
+		return ch.Body, h.head.Load
+	}
+	head := new(classify.Head)
+	return head.Watch(ch.Body), func() *classify.Head {
+		h.head.Store(head)
+		return head
+	}
 }
 
 // upload finds an open upload. One of another repository or caller is as unknown as one that never was.
@@ -51,7 +71,7 @@ func (r *Registry) upload(
 	ctx context.Context,
 	c access.Caller,
 	repo, id string,
-) (blobstore.Upload, index.Upload, error) {
+) (*handle, index.Upload, error) {
 	unknown := api.Errorf(api.CodeBlobUploadUnknown, "upload is unknown to repository %s, or has ended", repo)
 	if err := c.Check(access.Push, repo); err != nil {
 		return nil, index.Upload{}, err
@@ -74,15 +94,17 @@ func (r *Registry) upload(
 
 // resume returns the store's handle of an upload. Only the first use of an upload in this process has the store open
 // it: while it does, the upload is busy, and asking for its state must not get in the way of an append.
-func (r *Registry) resume(ctx context.Context, id string) (blobstore.Upload, error) {
-	if s, ok := r.handles.Load(id); ok {
-		return s.(blobstore.Upload), nil
+func (r *Registry) resume(ctx context.Context, id string) (*handle, error) {
+	if h, ok := r.handles.Load(id); ok {
+		return h.(*handle), nil
 	}
 	s, err := r.store.Resume(ctx, id)
-	if err == nil {
-		r.handles.Store(id, s)
+	if err != nil {
+		return nil, err
 	}
-	return s, err
+	h := &handle{Upload: s}
+	r.handles.Store(id, h)
+	return h, nil
 }
 
 // StatUpload returns how many bytes of an upload the registry holds. ErrBlobUploadUnknown.
@@ -113,7 +135,11 @@ func (r *Registry) AppendUpload(ctx context.Context, c access.Caller, repo, id s
 	if err := ch.place(s.Size(), u.Size); err != nil {
 		return s.Size(), err
 	}
-	n, err := s.Append(ctx, ch.Offset, ch.Body)
+	body, keep := s.watched(ch)
+	n, err := s.Append(ctx, ch.Offset, body)
+	if err == nil {
+		keep()
+	}
 	r.doubt(id, err)
 	return ch.Offset + n, err
 }
@@ -163,10 +189,14 @@ func (r *Registry) FinishUpload(
 		return i, s.Size(), err
 	}
 	ctx = context.WithoutCancel(ctx) // a client that waits no longer finds the blob when it asks again
-	body := &holding{r: ch.Body, left: ch.Size, hold: func() func() { return r.locks.Hold(d) }}
+	watched, keep := s.watched(ch)
+	body := &holding{r: watched, left: ch.Size, hold: func() func() { return r.locks.Hold(d) }}
 	defer body.end()
 	i, err = s.Finish(ctx, ch.Offset, body, d)
 	r.doubt(id, err)
+	if err == nil {
+		r.heads.Note(d, i.Size, keep())
+	}
 	return i, s.Size(), r.finished(ctx, s, repo, d, i, err)
 }
 

@@ -2,13 +2,13 @@ package classify
 
 import (
 	"context"
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"io"
 	"maps"
 	"slices"
 	"strings"
+	"sync"
 
 	v1 "github.com/opencontainers/image-spec/specs-go/v1"
 
@@ -131,6 +131,7 @@ func declaredKind(m Manifest) (api.Kind, error) {
 type file struct {
 	Descriptor
 	name string
+	at   int  // among the layers
 	raw  bool // the blob is the file, byte for byte
 }
 
@@ -157,10 +158,28 @@ func (m Manifest) TextSize() (size int64) {
 	return size
 }
 
-// filesOf returns the named layers. A name that could be misused, or that two layers share, refuses the manifest.
+// named are the named layers of a manifest, found when somebody first asks for them.
+type named struct {
+	once   sync.Once
+	layers []Descriptor
+	files  files
+	err    error
+}
+
+// filesOf returns the named layers, which nobody may change. A name that could be misused, or that two layers share,
+// refuses the manifest.
 func filesOf(m Manifest) (files, error) {
-	out := files{}
-	for i, d := range m.Layers {
+	n := m.named
+	if n == nil || len(n.layers) != len(m.Layers) || len(m.Layers) > 0 && &n.layers[0] != &m.Layers[0] {
+		return findFiles(m.Layers)
+	}
+	n.once.Do(func() { n.files, n.err = findFiles(n.layers) })
+	return n.files, n.err
+}
+
+func findFiles(layers []Descriptor) (files, error) {
+	out := make(files, len(layers))
+	for i, d := range layers {
 		name, err := api.LayerName(d.Annotations)
 		if err != nil {
 			return nil, api.Errorf(api.CodeManifestInvalid, "layers[%d]: %v", i, err)
@@ -171,7 +190,7 @@ func filesOf(m Manifest) (files, error) {
 		if _, twice := out[name]; twice {
 			return nil, api.Errorf(api.CodeManifestInvalid, "layers[%d]: file name %q occurs twice", i, name)
 		}
-		out[name] = file{d, name, isRaw(d, name)}
+		out[name] = file{d, name, i, isRaw(d, name)}
 	}
 	return out, nil
 }
@@ -310,28 +329,29 @@ func readIndex(ctx context.Context, blobs Blobs, all files) ([]byte, error) {
 	return b, nil
 }
 
-// looksRight reads the nine bytes that tell a safetensors file from a mislabelled archive or a file of zeros: the
-// length of a header that fits, and the brace that opens it.
+// looksRight says whether a blob begins as a safetensors file, and not as a mislabelled archive or a file of zeros does.
+// Unless that was seen when it came, it reads it.
 func looksRight(ctx context.Context, blobs Blobs, f file) (bool, error) {
-	const n = 9
-	if f.Size < n+1 {
+	if f.Size <= headLen {
 		return false, nil
 	}
-	r, err := blobs.Open(ctx, f.Digest, 0, n)
+	if s, ok := blobs.(seen); ok && s.Safetensors(f.Digest) {
+		return true, nil
+	}
+	r, err := blobs.Open(ctx, f.Digest, 0, headLen)
 	if err != nil {
 		return false, err
 	}
 	defer r.Close()
-	var head [n]byte
-	switch _, err := io.ReadFull(r, head[:]); err {
+	var head Head
+	switch head.n, err = io.ReadFull(r, head.b[:]); err {
 	case nil:
 	case io.EOF, io.ErrUnexpectedEOF: // the blob has become shorter than its descriptor, which was checked, says
 		return false, nil
 	default:
 		return false, fmt.Errorf("read the head of %s: %w", f.name, err)
 	}
-	size := binary.LittleEndian.Uint64(head[:8])
-	return size >= 2 && size <= uint64(f.Size-8) && size <= safetensors.MaxHeader && head[8] == '{', nil
+	return head.isSafetensors(f.Size), nil
 }
 
 // packaging hashes the names and digests of the files beside the shards. The shard index is no such file: it only

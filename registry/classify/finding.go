@@ -40,16 +40,16 @@ type finding struct {
 func (f Finding) Encode(m Manifest) (string, error) {
 	out := finding{f.Rules, f.Kind, f.State, f.Base, f.Evidence, f.Packaging, nil, f.Facts}
 	if len(f.Shards.Shards) > 0 {
-		at := map[string]int{}
-		for i, d := range m.Layers {
-			at[d.Name()] = i
+		all, err := filesOf(m)
+		if err != nil {
+			return "", fmt.Errorf("keep what was found: %w", err)
 		}
 		for _, s := range f.Shards.Shards {
-			i, ok := at[s.Filename]
-			if !ok || m.Layers[i].Digest != s.Digest {
+			l, ok := all[s.Filename]
+			if !ok || l.Digest != s.Digest {
 				return "", fmt.Errorf("keep what was found: shard %.80q is no layer of the manifest", s.Filename)
 			}
-			out.Shards = append(out.Shards, i)
+			out.Shards = append(out.Shards, l.at)
 		}
 	}
 	b, err := json.Marshal(out)

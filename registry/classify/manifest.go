@@ -33,6 +33,8 @@ type Manifest struct {
 	Children     []Descriptor // of an index
 	Subject      identity.Digest
 	Annotations  map[string]string
+
+	named *named // of a parsed manifest; nil: not kept
 }
 
 // Descriptor is a descriptor of a manifest.
@@ -166,7 +168,7 @@ func parse(contentType string, body []byte, maxNotes, maxMembers int) (Manifest,
 	case doc.config == nil:
 		return m, errors.New("config is missing")
 	}
-	m.Config, m.Layers = *doc.config, doc.layers
+	m.Config, m.Layers, m.named = *doc.config, doc.layers, &named{layers: doc.layers}
 	return m, nil
 }
 
