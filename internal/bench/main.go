@@ -143,6 +143,7 @@ func (b *bench) all() []table {
 		{"farm", registry, own(b.farm)},
 		{"index", nil, own(b.index)},
 		{"find", index, own(b.find)},
+		{"classify", index, own(b.classify)},
 		{"push", both, t.Push},
 		{"pull", both, t.Pull},
 		{"repair", both, t.Repair},
@@ -204,6 +205,8 @@ func (b *bench) table(ctx context.Context, t table) (err error) {
 		Name: t.name, Machine: report.ThisMachine(), Full: b.full, Size: b.size, Rounds: b.rounds,
 		Before: report.Load(), Busy: report.Busy(time.Second),
 	}
+	fmt.Fprintf(b.out, "\n%s is being measured: load %s, others use %.0f %% of %d cores\n", r.Name, r.Before, 100*r.Busy,
+		r.Machine.Cores)
 	if r.Rows, err = t.rows(ctx); err != nil {
 		return err
 	}

@@ -61,7 +61,8 @@ func TestFiles(t *testing.T) {
 		t.Error("a file that is not there was fetched")
 	}
 	var out strings.Builder
-	if err := sum(t.Context(), []string{filepath.Join(dir, "written-0"), filepath.Join(dir, "written-1")}, &out); err != nil {
+	paths := []string{filepath.Join(dir, "written-0"), filepath.Join(dir, "written-1")}
+	if err := sum(t.Context(), paths, &out); err != nil {
 		t.Fatal(err)
 	}
 	want := fmt.Sprintf("%s  %s/written-0\n%s  %s/written-1\n", rig.DigestOf(0, size).Hex(), dir,

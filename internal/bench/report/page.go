@@ -8,16 +8,16 @@ import (
 	"strings"
 )
 
-// A block of a page that a table fills lies between these two lines; what is there is replaced.
+// A block of a page that tables fill lies between these two lines; what is there is replaced.
 const (
-	opening = "<!-- bench: " // then the name of the table, and closed
+	opening = "<!-- bench: " // then the names of the tables, and closed
 	closed  = " -->\n"
 	closing = "<!-- /bench -->\n"
 )
 
 // Rewrite puts the tables in dir into their blocks of the page at path, and returns the names of those that it put
-// there. A block whose table is not in dir stays as it is.
-func Rewrite(path, dir string) (names []string, err error) {
+// there. A block stays as it is unless dir has all its tables in full form.
+func Rewrite(path, dir string) (put []string, err error) {
 	old, err := os.ReadFile(path)
 	if err != nil {
 		return nil, err
@@ -29,21 +29,37 @@ func Rewrite(path, dir string) (names []string, err error) {
 		if !found {
 			break
 		}
-		name, body, ok := strings.Cut(after, closed)
+		line, body, ok := strings.Cut(after, closed)
 		body, after, ends := strings.Cut(body, closing)
 		if !ok || !ends || strings.Contains(body, opening) {
-			return nil, fmt.Errorf("%s: the block of table %.20q does not end", path, name)
+			return nil, fmt.Errorf("%s: the block of table %.20q does not end", path, line)
 		}
-		t, err := Open(dir, name)
-		switch {
-		case err == nil:
-			body = t.markdown()
-			names = append(names, name)
-		case !errors.Is(err, fs.ErrNotExist):
+		names := strings.Fields(line)
+		text, err := block(dir, names)
+		if err != nil {
 			return nil, err
 		}
-		page.WriteString(opening + name + closed + body + closing)
+		if text != "" {
+			body = text
+			put = append(put, names...)
+		}
+		page.WriteString(opening + line + closed + body + closing)
 		rest = after
 	}
-	return names, os.WriteFile(path, []byte(page.String()), 0o666)
+	return put, os.WriteFile(path, []byte(page.String()), 0o666)
+}
+
+// block is the text of tables, or empty if one is not there in full form.
+func block(dir string, names []string) (string, error) {
+	texts := make([]string, len(names))
+	for i, name := range names {
+		t, err := Open(dir, name)
+		if errors.Is(err, fs.ErrNotExist) || err == nil && !t.Full {
+			return "", nil
+		} else if err != nil {
+			return "", err
+		}
+		texts[i] = t.markdown()
+	}
+	return strings.Join(texts, "\n"), nil
 }

@@ -51,17 +51,21 @@ func TestBusy(t *testing.T) {
 	}
 }
 
-// TestRewrite: a block takes the table of its name, and all else stays, also when it is made anew.
+// TestRewrite: a block takes the table of its name, and all else stays, also when it is made anew. What is not there in full form
+// replaces nothing.
 func TestRewrite(t *testing.T) {
 	dir := t.TempDir()
 	path := filepath.Join(dir, "page.md")
-	const page = "# Page\n<!-- bench: pull -->\nold\n<!-- /bench -->\nbetween\n<!-- bench: absent -->\nkept\n<!-- /bench -->\nend\n"
+	const page = "# Page\n<!-- bench: pull -->\nold\n<!-- /bench -->\nbetween\n" +
+		"<!-- bench: absent -->\nkept\n<!-- /bench -->\n<!-- bench: pull short -->\nlong\n<!-- /bench -->\nend\n"
 	if err := os.WriteFile(path, []byte(page), 0o666); err != nil {
 		t.Fatal(err)
 	}
 	table := Table{Name: "pull", Rounds: 7, Full: true, Rows: []Row{Row{What: "wall", Value: 0.5}.AtMost(1).OfWall()}}
-	if err := table.Save(dir); err != nil {
-		t.Fatal(err)
+	for _, table := range []Table{table, {Name: "short", Rounds: 3}} {
+		if err := table.Save(dir); err != nil {
+			t.Fatal(err)
+		}
 	}
 	for range 2 {
 		names, err := Rewrite(path, dir)
@@ -74,8 +78,10 @@ func TestRewrite(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, want := range []string{
-		"# Page\n<!-- bench: pull -->\nFull form, 7 rounds", "| wall | 0.50 | ≤ 1.00 | met |  |\n<!-- /bench -->\nbetween\n",
-		"<!-- bench: absent -->\nkept\n<!-- /bench -->\nend\n",
+		"# Page\n<!-- bench: pull -->\nFull form, 7 rounds",
+		"| wall | 0.50 | ≤ 1.00 | met |  |\n<!-- /bench -->\nbetween\n",
+		"<!-- bench: absent -->\nkept\n<!-- /bench -->\n",
+		"<!-- bench: pull short -->\nlong\n<!-- /bench -->\nend\n",
 	} {
 		if strings.Count(string(got), want) != 1 {
 			t.Errorf("%q is not there once:\n%s", want, got)

@@ -24,7 +24,10 @@ type Cost struct {
 
 // Plus is the cost of both, one after the other.
 func (c Cost) Plus(d Cost) Cost {
-	return Cost{c.CPU + d.CPU, c.Wall + d.Wall, c.Written + d.Written, c.Bytes + d.Bytes, c.Synced + d.Synced, c.Said + d.Said}
+	return Cost{
+		CPU: c.CPU + d.CPU, Wall: c.Wall + d.Wall, Written: c.Written + d.Written, Bytes: c.Bytes + d.Bytes,
+		Synced: c.Synced + d.Synced, Said: c.Said + d.Said,
+	}
 }
 
 // Run runs a command to its end and says what it took, from the usage that the kernel kept of it.

@@ -17,8 +17,8 @@ type Round map[string]Cost
 // Rounds are what the sides took, one round after the other.
 type Rounds []Round
 
-// Turns runs every side once in each round; which one goes first changes from round to round. Round 0 comes before those
-// that count: it fills caches.
+// Turns runs every side once in each round; which one goes first changes from round to round. Round 0 comes before
+// those that count: it fills caches.
 func Turns(rounds int, sides ...Side) (Rounds, error) {
 	var all Rounds
 	for i := range rounds + 1 {

@@ -43,7 +43,8 @@ func TestRun(t *testing.T) {
 	if err != nil || c.Said != "20000\n" || c.CPU <= 0 || c.Wall <= 0 {
 		t.Errorf("%+v, %v", c, err)
 	}
-	if _, err := Run(t.Context(), "sh", "-c", "echo why >&2; exit 3"); err == nil || !strings.Contains(err.Error(), "why") {
+	_, err = Run(t.Context(), "sh", "-c", "echo why >&2; exit 3")
+	if err == nil || !strings.Contains(err.Error(), "why") {
 		t.Errorf("error %v", err)
 	}
 }

@@ -24,8 +24,8 @@ const (
 	one      = "kiln on one core"
 )
 
-// Identity measures the hashing of files that lie in the page cache: of several shards whose digests nobody knows, and of
-// one large shard that was pulled before.
+// Identity measures the hashing of files that lie in the page cache: of several shards whose digests nobody knows, and
+// of one large shard that was pulled before.
 func (b *Bench) Identity(ctx context.Context) ([]report.Row, error) {
 	if err := found("openssl", "sha256sum", "xargs"); err != nil {
 		return nil, err

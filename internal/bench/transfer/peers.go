@@ -146,7 +146,8 @@ func (b *Bench) servers(ctx context.Context, h held, reg *rig.Server) ([]report.
 	rows := []report.Row{row(fmt.Sprintf("GET of %d shards at once: server CPU / bare net/http with sendfile", shards),
 		rs.CPURatio(kiln, sendfile), b.perGB(rs.CPU, "cpu-s", kiln, sendfile))}
 	if peer == nil {
-		return append(rows, report.Row{What: "server CPU / nginx", Notes: "left out: nginx is not installed"}), nil
+		rows[0].Notes += "; nginx is left out, it is not installed"
+		return rows, nil
 	}
 	return append(rows, row("server CPU / nginx with sendfile", rs.CPURatio(kiln, nginx),
 		b.perGB(rs.CPU, "cpu-s", nginx))), nil
