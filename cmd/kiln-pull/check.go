@@ -129,7 +129,7 @@ func (f *checkFlags) read(ctx context.Context, kind api.Kind, name string, show 
 	var provenance []byte
 	if f.provenance != "" {
 		if provenance, err = readDocument(f.provenance); err != nil {
-			return a, h, err
+			return a, h, fmt.Errorf("--provenance: %w", err)
 		}
 	}
 	if a, err = made.Open(ctx, kind, name, dial(&f.Flags, show), show.Watch); err != nil {
@@ -329,7 +329,7 @@ func readRequest(path string) (q resume.Request, err error) {
 	}
 	b, err := readDocument(path)
 	if err != nil {
-		return q, err
+		return q, fmt.Errorf("--request: %w", err)
 	}
 	if q, err = resume.ParseRequest(b); err != nil {
 		err = fmt.Errorf("%s: %w", path, err)

@@ -83,6 +83,11 @@ func (f *findFlags) check() error {
 	default:
 		return cli.Usagef("--binding %q: no such evidence", f.binding)
 	}
+	if f.repo != "" {
+		if err := api.CheckRepo(f.repo); err != nil {
+			return cli.Usagef("--repo: %w", err)
+		}
+	}
 	if f.since != "" {
 		var err error
 		if f.after, err = time.Parse(time.RFC3339, f.since); err != nil {
@@ -175,6 +180,10 @@ func (f *findFlags) subject(ctx context.Context, arg string, stderr io.Writer) (
 	fi, err := os.Stat(arg)
 	if err == nil && fi.IsDir() {
 		return s, f.folder(ctx, &s, arg, stderr)
+	}
+	if err == nil {
+		err := cli.Usagef("%.200q is a file; find takes an aggregate, a reference or a folder", arg)
+		return s, cli.Hint(err, "a reference says where it was pushed to; check-eval says whether an eval used a base")
 	}
 	ref, err := client.ParseReference(arg)
 	if err != nil {

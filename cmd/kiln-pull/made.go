@@ -45,18 +45,15 @@ func (f *pullFlags) prepare(
 		}
 	}
 	if f.withBase == "" {
-		if f.against == "" && (a.Kind == api.KindAdapter || a.Kind == api.KindCheckpoint) {
-			f.offer(ctx, c, a, dir, show)
-		}
 		return &a, nil, nil
 	}
 	found, err := f.baseOf(ctx, c, a, plan, show)
 	return &a, &found, err
 }
 
-// offer says how the base is had that an artifact was made from.
-func (f *pullFlags) offer(ctx context.Context, c *client.Client, a made.Artifact, dir string, show *progress.Show) {
-	if a.Aggregate().IsZero() {
+// offer says how the base is had that a pulled adapter or checkpoint was made from, unless one is at hand.
+func (f *pullFlags) offer(ctx context.Context, c *client.Client, a *made.Artifact, dir string, show *progress.Show) {
+	if a == nil || f.against != "" || a.Kind != api.KindAdapter && a.Kind != api.KindCheckpoint || a.Aggregate().IsZero() {
 		return
 	}
 	if _, err := c.BasePage(ctx, a.Aggregate(), "", 1); errors.Is(err, api.ErrAggregateUnknown) {

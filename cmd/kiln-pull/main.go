@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"os"
 	"runtime/debug"
 	"slices"
@@ -41,7 +42,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 		Short: "Bring models to a serving node, verified byte for byte",
 		Long: "Bring models to a serving node, verified byte for byte.\n\n" +
 			"A REF is host[:port]/repository[:tag][@sha256:…]. An AGGREGATE is sha256:… alone: the name of a base model by\n" +
-			"its bytes; it is asked of --registry, $KILN_REGISTRY or " + cli.DefaultRegistry + ".",
+			"its bytes; it is asked of --registry, $KILN_REGISTRY or " + cli.DefaultRegistry + ".\n\n" + cli.ExitCodes,
 		Version: cli.Version(),
 		Args:    cobra.NoArgs,
 	}
@@ -51,6 +52,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 		root.AddCommand(cmd)
 	}
 	root.AddCommand(cli.VersionCommand())
+	cli.WithExitCodes(root)
 	return cli.Execute(ctx, root, args, stdout, stderr)
 }
 
@@ -143,7 +145,7 @@ func explain(err error) error {
 	case errors.Is(err, transfer.ErrOccupied):
 		code = cli.CodeUsage
 	case errors.Is(err, transfer.ErrTarget):
-		code = cli.CodeUsage
+		code, hint = cli.CodeUsage, "name a folder that is not there yet"
 	case errors.Is(err, transfer.ErrNoTag):
 		code, hint = cli.CodeUsage, "add :TAG or @sha256:…"
 	case errors.Is(err, transfer.ErrListing):
@@ -173,8 +175,7 @@ func explain(err error) error {
 	case errors.As(err, &rule) && rule.Code == safetensors.CodeNoShards:
 		code, hint = cli.CodeBadInput, "name the folder that holds the model's *.safetensors files"
 	case errors.As(err, &rule) && rule.Code == safetensors.CodeSymlink:
-		code = cli.CodeBadInput
-		hint = "files behind links are not read here; cp -rL FOLDER COPY makes a folder of regular files"
+		code, hint = cli.CodeBadInput, copyLinks
 	default:
 		return explainMade(err)
 	}
@@ -185,7 +186,11 @@ func explain(err error) error {
 func explainMade(err error) error {
 	var refused *artifact.Error
 	var health *transfer.HealthError
+	var manifest *identity.Error
+	var path *fs.PathError
 	switch {
+	case errors.As(err, &refused) && refused.Code == artifact.CodeNotRegular:
+		return explained(err, cli.CodeBadInput, copyLinks)
 	case errors.As(err, &refused):
 		return explained(err, cli.CodeBadInput, refused.Hint)
 	case errors.As(err, &health) && cli.Code(err) == cli.CodeUnreachable:
@@ -193,13 +198,30 @@ func explainMade(err error) error {
 			"check the address, and that the model is resident there (kiln-pull resident)")
 	case errors.As(err, &health) && cli.Code(err) <= cli.CodeUsage:
 		return explained(err, cli.CodeUsage, "")
-	case errors.Is(err, made.ErrNotMade), errors.Is(err, transfer.ErrNoIdentity):
-		return explained(err, cli.CodeUsage, "")
+	case errors.As(err, &health) && cli.Code(err) == cli.CodeNotFound:
+		return explained(err, cli.CodeNotFound, "check the address: that of the server alone, or its /health")
+	case errors.Is(err, made.ErrNotMade):
+		return explained(err, cli.CodeUsage,
+			"check-adapter is asked about an adapter, check-eval about an eval, check-resume about a checkpoint")
+	case errors.Is(err, transfer.ErrNoIdentity):
+		return explained(err, cli.CodeUsage, "name a base; kiln-pull find REF says from which one an artifact was made")
+	case errors.As(err, &manifest):
+		return explained(err, cli.CodeBadInput,
+			"a file that stands for a base is a shard manifest: kiln-push identify --manifest DIR prints one")
 	case errors.Is(err, folder.ErrChanged):
 		return explained(err, cli.CodeBadInput, "let whatever writes there finish, then run it again")
+	case !errors.As(err, &path):
+	case errors.Is(err, syscall.EISDIR):
+		return cli.Hint(err, "name the file, not the folder that it is in")
+	case errors.Is(err, syscall.ENOTDIR):
+		return cli.Hint(err, "name the folder that the file is in")
+	case errors.Is(err, fs.ErrNotExist), errors.Is(err, syscall.ENAMETOOLONG):
+		return cli.Hint(err, "check the path, and from which folder the command is run")
 	}
 	return err
 }
+
+const copyLinks = "files behind links are not read here; cp -rL FOLDER COPY makes a folder of regular files"
 
 func explained(err error, code int, hint string) error {
 	if hint != "" {

@@ -141,6 +141,7 @@ func (f *pullFlags) transfer(ctx context.Context, c *client.Client, s source, di
 	}
 	all = append(all, pulled{plan, done, from})
 	if base == nil {
+		f.offer(ctx, c, from, dir, show)
 		return all, nil
 	}
 	o := f.options
@@ -208,7 +209,7 @@ func (p pulled) write(w io.Writer, asJSON bool) error {
 		return json.NewEncoder(w).Encode(out)
 	}
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
-	fmt.Fprintf(t, "folder\t%s\n", out.Folder)
+	fmt.Fprintf(t, "folder\t%s\n", client.Escape(out.Folder))
 	fmt.Fprintf(t, "reference\t%s\n", out.Reference)
 	switch {
 	case out.MadeFrom != nil:

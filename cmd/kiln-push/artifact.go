@@ -12,7 +12,9 @@ import (
 
 	"github.com/kiln-registry/kiln-registry/api"
 	"github.com/kiln-registry/kiln-registry/api/client"
+	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/identity/documents"
+	"github.com/kiln-registry/kiln-registry/identity/safetensors"
 	"github.com/kiln-registry/kiln-registry/internal/cli"
 	"github.com/kiln-registry/kiln-registry/internal/cli/progress"
 	"github.com/kiln-registry/kiln-registry/transfer"
@@ -151,9 +153,15 @@ func explainArtifact(err error) error {
 	var refused *artifact.Error
 	var odd *transfer.AggregateError
 	var path *fs.PathError
+	var rule *safetensors.Error
+	var manifest *identity.Error
 	switch {
 	case errors.As(err, &refused):
-		err = cli.Exit(cli.CodeBadInput, err)
+		code := cli.CodeBadInput
+		if refused.Code == artifact.CodePath {
+			code = cli.CodeUsage
+		}
+		err = cli.Exit(code, err)
 		if refused.Hint != "" {
 			err = cli.Hint(err, refused.Hint)
 		}
@@ -162,6 +170,12 @@ func explainArtifact(err error) error {
 		return cli.Hint(cli.Exit(cli.CodeUsage, err), odd.Hint())
 	case errors.Is(err, folder.ErrChanged):
 		return cli.Hint(cli.Exit(cli.CodeBadInput, err), "let whatever writes there finish, then run it again")
+	case errors.As(err, &rule) && rule.Code == safetensors.CodeNoShards:
+		return cli.Hint(err, noShards)
+	case errors.As(err, &rule) && rule.Code == safetensors.CodeSymlink:
+		return cli.Hint(err, followLinks)
+	case errors.As(err, &manifest):
+		return cli.Hint(err, manifestFile)
 	case errors.Is(err, transfer.ErrNoTag):
 		return cli.Hint(cli.Exit(cli.CodeUsage, err), "write it as host/repository:tag or host/repository@sha256:…")
 	case errors.Is(err, api.ErrAggregateUnknown):

@@ -55,6 +55,7 @@ func explainCompare(err error) error {
 	var rule *safetensors.Error
 	var odd *transfer.AggregateError
 	var health *transfer.HealthError
+	var manifest *identity.Error
 	switch {
 	case errors.As(err, &health) && cli.Code(err) == cli.CodeUnreachable:
 		return cli.Hint(err, "check the address, and that the model is resident there (kiln-pull resident)")
@@ -65,7 +66,9 @@ func explainCompare(err error) error {
 	case errors.As(err, &rule) && rule.Code == safetensors.CodeSymlink:
 		return cli.Hint(err, followLinks)
 	case errors.As(err, &rule) && rule.Code == safetensors.CodeNoShards:
-		return cli.Hint(err, "name the folder that holds the model's *.safetensors files")
+		return cli.Hint(err, noShards)
+	case errors.As(err, &manifest):
+		return cli.Hint(err, manifestFile)
 	}
 	return explainPath(err)
 }

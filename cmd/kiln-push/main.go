@@ -22,9 +22,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 		Use:   "kiln-push",
 		Short: "Name models by their bytes and send them to a registry",
 		Long: "Name models by their bytes and send them to a registry.\n\n" +
-			"A REF is host[:port]/repository[:tag]. Exit codes: 0 done; 1 different; 2 wrong usage, or could not tell;\n" +
-			"3 not logged in, not allowed, or the registry is read-only; 4 not found; 5 refused data; 6 registry\n" +
-			"unreachable or failing; 7 local disk; 75 try again.",
+			"A REF is host[:port]/repository[:tag].\n\n" + cli.ExitCodes,
 		Version: cli.Version(),
 		Args:    cobra.NoArgs,
 	}
@@ -33,6 +31,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	for _, is := range artifacts {
 		root.AddCommand(artifactCommand(is))
 	}
+	cli.WithExitCodes(root)
 	return cli.Execute(ctx, root, args, stdout, stderr)
 }
 
@@ -49,7 +48,7 @@ func explain(err error) error {
 	case errors.As(err, &rule) && rule.Code == safetensors.CodeSymlink:
 		return cli.Hint(err, followLinks)
 	case errors.As(err, &rule) && rule.Code == safetensors.CodeNoShards:
-		return cli.Hint(err, "name the folder that holds the model's *.safetensors files")
+		return cli.Hint(err, noShards)
 	case errors.As(err, &rule) && rule.Code == safetensors.WarnFamilyIncomplete:
 		return cli.Hint(err, "if that is the whole model, add --allow-incomplete-family")
 	case errors.As(err, &rule) && rule.Code == safetensors.CodeUnknownDType:
@@ -65,13 +64,18 @@ func explainPath(err error) error {
 	case !errors.As(err, &path):
 	case errors.Is(err, syscall.ENOTDIR):
 		return cli.Hint(err, "a model is a folder: name the one that the file is in")
-	case errors.Is(err, fs.ErrNotExist):
+	case errors.Is(err, fs.ErrNotExist), errors.Is(err, syscall.ENAMETOOLONG):
 		return cli.Hint(err, "check the path, and from which folder the command is run")
 	case errors.Is(err, fs.ErrPermission):
 		return cli.Hint(err, "this user needs the right to read the folder and its files, and to write where a snapshot goes")
 	}
 	return err
 }
+
+const (
+	noShards     = "name the folder that holds the model's *.safetensors files"
+	manifestFile = "a file that stands for a base is a shard manifest: kiln-push identify --manifest DIR prints one"
+)
 
 const followLinks = "--follow-links reads what links lead to; a link that leads nowhere is a download that is not complete"
 

@@ -7,6 +7,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/kiln-registry/kiln-registry/api/client"
 	"github.com/kiln-registry/kiln-registry/internal/cli"
 	"github.com/kiln-registry/kiln-registry/internal/cli/progress"
 	"github.com/kiln-registry/kiln-registry/transfer/artifact"
@@ -76,6 +77,6 @@ func printStamped(stdout io.Writer, s artifact.Stamped, asJSON bool) error {
 	if !s.Changed {
 		what = "unchanged"
 	}
-	_, err := fmt.Fprintf(stdout, "%-9s %s\nbase      %s\n", what, s.Path, s.Aggregate)
+	_, err := fmt.Fprintf(stdout, "%-9s %s\nbase      %s\n", what, client.Escape(s.Path), s.Aggregate)
 	return err
 }

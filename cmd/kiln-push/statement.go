@@ -97,6 +97,9 @@ func binding(ctx context.Context, c *client.Client, ref client.Reference, base s
 // bound is the reference of the artifact that a statement is about.
 func bound(s, registry, repo string) (ref client.Reference, err error) {
 	d, err := identity.ParseDigest(s)
+	if _, is, _ := transfer.ParseAggregate(s); is && err != nil {
+		return ref, fmt.Errorf("%.200q is no digest, which is sha256: and 64 lowercase hex digits", s)
+	}
 	if err != nil {
 		if ref, err = client.ParseReference(s); err == nil && ref.Name() == "" {
 			err = fmt.Errorf("reference %s names neither a tag nor a digest", ref)

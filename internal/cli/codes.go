@@ -10,12 +10,29 @@ import (
 	"net/http"
 	"syscall"
 
+	"github.com/spf13/cobra"
+
 	"github.com/kiln-registry/kiln-registry/api"
 	"github.com/kiln-registry/kiln-registry/api/client"
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/identity/documents"
 	"github.com/kiln-registry/kiln-registry/identity/safetensors"
 )
+
+// ExitCodes says for a help text what the codes mean.
+const ExitCodes = "Exit codes: 0 done, or yes; 1 no; 2 wrong usage, or could not tell; 3 not logged in, not allowed, or the\n" +
+	"registry is read-only; 4 not found; 5 refused data; 6 registry unreachable or failing; 7 local disk; 8 device;\n" +
+	"75 try again."
+
+// WithExitCodes ends the help of all commands below root with what the codes mean.
+func WithExitCodes(root *cobra.Command) {
+	for _, cmd := range root.Commands() {
+		if cmd.Long == "" {
+			cmd.Long = cmd.Short + "."
+		}
+		cmd.Long += "\n\n" + ExitCodes
+	}
+}
 
 // Code returns the exit code of an error: the one that Exit gave it, else the one that its kind stands for.
 func Code(err error) int {

@@ -336,6 +336,7 @@ const (
 	CodeReceiptNamed  = "receipt_named"    // an adapter manifest names the bytes of the receipt
 	CodeSameBase      = "same_base"        // a base is not derived from itself
 	CodeIsBase        = "is_a_base"        // what a base was named for is one
+	CodePath          = "path"             // a path is no name of a base where that is looked for in a registry
 )
 
 // document reads the file of a document, at most limit bytes.

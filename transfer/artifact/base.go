@@ -47,6 +47,10 @@ func FindBase(ctx context.Context, text string, dial transfer.Dial) (Base, error
 		return Base{Aggregate: a, Name: text}, err
 	}
 	b, noBase, err := findReference(ctx, text, dial)
+	if _, stat := os.Stat(text); err != nil && stat == nil {
+		return b, &Error{Code: CodePath, Msg: fmt.Sprintf("%.200q is on this disk: a base is named here by its REF or its aggregate", text),
+			Hint: "kiln-push identify DIR prints the aggregate of a folder"}
+	}
 	if err == nil && noBase != nil {
 		err = &Error{Code: CodeNoBase, Msg: fmt.Sprintf("%s is no base: %v", text, noBase),
 			Hint: "name the base model, or give its aggregate (sha256:…)"}
@@ -67,6 +71,9 @@ func FindModel(ctx context.Context, text string, dial transfer.Dial, o folder.Op
 	}
 	if a, is, err := transfer.ParseAggregate(text); is {
 		return Base{Aggregate: a, Name: text}, err
+	}
+	if _, err := client.ParseReference(text); err != nil {
+		return Base{}, fmt.Errorf("%.200q is no folder, file or aggregate, and as a reference: %w", text, err)
 	}
 	b, _, err := findReference(ctx, text, dial)
 	return b, err

@@ -6,6 +6,8 @@ import (
 	"os"
 	"path"
 	"path/filepath"
+	"strings"
+	"syscall"
 
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/identity/documents"
@@ -26,6 +28,9 @@ func readCheckpoint(dir string, _ Options) (*draft, error) {
 	info, err := os.Lstat(dir)
 	if err != nil {
 		return nil, err
+	}
+	if info.Mode().IsRegular() && !strings.HasSuffix(dir, documents.CheckpointSuffix) {
+		return nil, &fs.PathError{Op: "read folder", Path: dir, Err: syscall.ENOTDIR}
 	}
 	var f *folder.Folder
 	var found []folder.Member

@@ -3,8 +3,11 @@ package artifact
 import (
 	"fmt"
 	"io"
+	"io/fs"
+	"os"
 	"path/filepath"
 	"strings"
+	"syscall"
 
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/identity/documents"
@@ -52,6 +55,11 @@ func one(path string, limit int64, o Options) (*folder.Folder, folder.File, []by
 
 // readEval reads an eval: a job as Kiln archives it or a result, or outcome rows in a file *.jsonl.
 func readEval(path string, o Options) (*draft, error) {
+	if info, err := os.Stat(path); err != nil {
+		return nil, err
+	} else if info.IsDir() {
+		return nil, &fs.PathError{Op: "read", Path: path, Err: syscall.EISDIR}
+	}
 	switch filepath.Ext(path) {
 	case rowsExt:
 		return readRows(path, o)

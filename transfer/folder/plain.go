@@ -75,6 +75,9 @@ func members(dir string, most int) ([]fs.DirEntry, error) {
 	if err == io.EOF {
 		err = nil
 	}
+	if path := (*fs.PathError)(nil); errors.As(err, &path) {
+		err = &fs.PathError{Op: "read folder", Path: dir, Err: path.Err}
+	}
 	return found, err
 }
 

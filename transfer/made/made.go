@@ -61,6 +61,9 @@ func Open(ctx context.Context, kind api.Kind, text string, dial transfer.Dial, w
 	if missing == nil {
 		return OpenPath(ctx, kind, text, w)
 	}
+	if _, is, _ := transfer.ParseAggregate(text); is {
+		return Artifact{}, fmt.Errorf("%.200q is a digest, and an artifact is named by host/repository@sha256:…", text)
+	}
 	ref, err := client.ParseReference(text)
 	if err != nil {
 		if errors.Is(missing, fs.ErrNotExist) {
