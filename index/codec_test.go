@@ -28,13 +28,14 @@ var forms = map[string]func(data []byte) (v any, again []byte, err error){
 		return r, encodeRecord(r), err
 	},
 	"listed": func(data []byte) (any, []byte, error) {
-		l, err := decodeListed(data)
+		var l, same listed
+		err := l.decode(data)
 		r, b := Record{}, Binding{Evidence: api.Evidence(l.evidence), BoundBy: l.boundBy}
 		if !l.binds {
 			r.Kind = api.KindBase
 		}
 		again, failed := encodeListed(r, b, nil, false)
-		if same, err := decodeListed(again); failed != nil || err != nil || same.binds != l.binds ||
+		if err := same.decode(again); failed != nil || err != nil || same.binds != l.binds ||
 			string(same.evidence) != string(l.evidence) || same.boundBy != l.boundBy {
 			panic("a listing's value does not read as it was written")
 		}

@@ -372,27 +372,27 @@ func encodeListed(r Record, binding Binding, tags []string, more bool) ([]byte, 
 	return append(b, text...), nil
 }
 
-// decodeListed reads a value without copying it.
-func decodeListed(data []byte) (l listed, err error) {
+// decode reads a value without copying it.
+func (l *listed) decode(data []byte) error {
 	if len(data) < 2 || data[0] > flagBinds|flagBoundBy || data[1] >= 0x80 || len(data)-2 < int(data[1]) {
-		return listed{}, errListed
+		return errListed
 	}
 	flags, n := data[0], 2+int(data[1])
-	l.evidence, l.json = data[2:n], data[n:]
+	l.evidence, l.json, l.boundBy = data[2:n], data[n:], identity.Digest{}
 	if flags&flagBoundBy != 0 {
 		if len(l.json) < len(l.boundBy) {
-			return listed{}, errListed
+			return errListed
 		}
 		l.json = l.json[copy(l.boundBy[:], l.json):]
 	}
 	l.binds = flags&flagBinds != 0
-	return l, nil
+	return nil
 }
 
 var errListed = fmt.Errorf("%w: malformed listing", ErrDamaged)
 
 // appendTo appends the JSON of the artifact.
-func (l listed) appendTo(b []byte, held bool) []byte {
+func (l *listed) appendTo(b []byte, held bool) []byte {
 	b = append(b, l.json...)
 	switch {
 	case !l.binds:
@@ -447,12 +447,12 @@ func (ix *Index) Listing(ctx context.Context, q Query, n int, buf []byte) (p Pag
 		}
 		return err
 	}
-	take := func(_ tx, _ *row, l listed) (int, error) {
+	take := func(_ tx, w *walk) (int, error) {
 		before := len(p.JSON)
 		if p.Rows++; p.Rows > 1 {
 			p.JSON = append(p.JSON, ',')
 		}
-		p.JSON = l.appendTo(p.JSON, p.Held)
+		p.JSON = w.listed.appendTo(p.JSON, p.Held)
 		return len(p.JSON) - before, nil
 	}
 	if p.Next, err = ix.page(ctx, q, n, first, take); err == errMore {
@@ -468,8 +468,8 @@ var errMore = errors.New("more steps than one transaction has")
 
 // Records is Listing for any query, with records as Find yields them.
 func (ix *Index) Records(ctx context.Context, q Query, n int) (records []Record, next string, err error) {
-	next, err = ix.page(ctx, q, n, nil, func(t tx, r *row, l listed) (int, error) {
-		rec, size, err := t.recordOf(q, r, l)
+	next, err = ix.page(ctx, q, n, nil, func(t tx, w *walk) (int, error) {
+		rec, size, err := t.recordOf(w)
 		records = append(records, rec)
 		return size, err
 	})
@@ -479,7 +479,7 @@ func (ix *Index) Records(ctx context.Context, q Query, n int) (records []Record,
 // page has take read up to n rows of a query, once first has used the transaction, and returns where the next page starts.
 // That never tells the name of a repository that is not to be seen: past those it goes on, however many there are.
 func (ix *Index) page(
-	ctx context.Context, q Query, n int, first func(tx) error, take func(tx, *row, listed) (int, error),
+	ctx context.Context, q Query, n int, first func(tx) error, take func(tx, *walk) (int, error),
 ) (string, error) {
 	w, from, err := newWalk(q)
 	if err != nil {
@@ -513,7 +513,7 @@ func (ix *Index) page(
 // paging is a page on its way.
 type paging struct {
 	*walk
-	take       func(tx, *row, listed) (int, error)
+	take       func(tx, *walk) (int, error)
 	most       int    // rows
 	rows, size int    // taken so far, with their bytes
 	full       bool   // and there is another row
@@ -529,7 +529,7 @@ func (p *paging) visit(t tx, k, v []byte) ([]byte, error) {
 		return nil, errStop
 	}
 	p.steps--
-	l, jump, err := p.look(t, k, v)
+	jump, err := p.look(t, k, v)
 	switch {
 	case err != nil:
 		return nil, err
@@ -538,12 +538,12 @@ func (p *paging) visit(t tx, k, v []byte) ([]byte, error) {
 			p.at = jump
 		}
 		return jump, nil
-	case !p.wants(l):
+	case !p.wants():
 	case p.rows == p.most || p.rows > 0 && p.size >= maxPageBytes:
 		p.full = true
 		return nil, errStop
 	default:
-		size, err := p.take(t, &p.row, l)
+		size, err := p.take(t, p.walk)
 		if err != nil {
 			return nil, err
 		}
@@ -576,7 +576,7 @@ func (t tx) holds(w *walk, from []byte, steps int) (held bool, next []byte, err 
 			return nil, errStop
 		}
 		steps--
-		_, jump, err := w.look(t, k, v)
+		jump, err := w.look(t, k, v)
 		if err != nil || jump != nil {
 			return jump, err
 		}
