@@ -9,7 +9,7 @@ export KILN_TEST_S3 := $(S3)
 BINARIES := .bin/kiln-registry .bin/kiln-push .bin/kiln-pull
 PINS     := internal/tools/go.mod internal/tools/go.sum
 
-.PHONY: all build demo test check conformance fuzz interop chaos bench bench-doc device docs clean $(BINARIES)
+.PHONY: all build demo test check generate conformance fuzz interop chaos bench bench-doc device docs clean $(BINARIES)
 
 all: build
 
@@ -31,6 +31,9 @@ check: .tools/bin/staticcheck .tools/bin/govulncheck .tools/bin/versitygw ## gof
 
 conformance: build .tools/bin/conformance ## OCI conformance, spec 1.1 and dev: passed, failed, skipped
 	scripts/conformance.sh
+
+generate: ## writes the assembly of identity/lanes/block
+	go generate ./identity/lanes/block
 
 fuzz: ## every fuzz target for FUZZTIME
 	scripts/fuzz.sh

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Format, vet, staticcheck, the import table, every test under the race detector, and known vulnerabilities.
+# Format, generated files, vet, staticcheck, the import table, every test under the race detector, and known
+# vulnerabilities.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 step() { printf '\n-- %s\n' "$*"; }
@@ -10,6 +11,9 @@ if [ -n "$unformatted" ]; then
   printf 'error: not formatted:\n%s\nhint: gofmt -w FILE\n' "$unformatted" >&2
   exit 1
 fi
+
+step generated files
+scripts/generated.sh
 
 step go vet
 go vet ./...

@@ -49,6 +49,15 @@ func (c *Check) Write(b []byte) (int, error) {
 	return len(b), nil
 }
 
+func (c *Check) share(n int) (identity.Hash, int) {
+	if int64(n) > c.left {
+		return nil, 0
+	}
+	return c.hash, n
+}
+
+func (c *Check) shared(n int) { c.left -= int64(n) }
+
 // Err says whether exactly the bytes of the segment were written. ErrMismatch.
 func (c *Check) Err() error {
 	off, n := c.s.Range(c.i)
@@ -86,13 +95,33 @@ func (t *Stream) Write(b []byte) (int, error) {
 		whole := t.check.left
 		t.check.Write(b[:whole])
 		b = b[whole:]
-		if t.check.Err() != nil {
-			t.damaged = append(t.damaged, t.check.i)
-		}
-		t.check = t.s.Check(t.check.i + 1)
+		t.edge()
 	}
 	t.check.Write(b)
 	return n, nil
+}
+
+// edge goes on to the next segment if all bytes of this one came and it is not the last one.
+func (t *Stream) edge() {
+	if t.check.left > 0 || t.check.i == len(t.s.Edge) {
+		return
+	}
+	if t.check.Err() != nil {
+		t.damaged = append(t.damaged, t.check.i)
+	}
+	t.check = t.s.Check(t.check.i + 1)
+}
+
+func (t *Stream) share(n int) (identity.Hash, int) {
+	if t.check.i < len(t.s.Edge) {
+		n = int(min(int64(n), t.check.left))
+	}
+	return t.check.share(n)
+}
+
+func (t *Stream) shared(n int) {
+	t.check.shared(n)
+	t.edge()
 }
 
 // Damaged returns the segments so far of which all bytes came, except the last one of the blob, and did not match.

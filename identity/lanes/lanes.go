@@ -1,4 +1,12 @@
-// Package lanes lets the SHA-256 of one blob be checked in parts.
+// Package lanes hashes several streams at once on one core, and lets the SHA-256 of one blob be checked in parts.
+//
+// # Streams at once
+//
+// A stream's SHA-256 leaves most of a core idle: each step waits for the one before. Write takes pieces of several
+// streams and hashes them together in less processor time than one after the other, with the same hashes; a Pool does
+// so for streams that are in the hands of many goroutines. A lone stream is hashed by its own Write.
+//
+// # Parts of a blob
 //
 // SHA-256 is a chain of states: each 64 bytes turn one state into the next. Who knows the states at the edges of a
 // blob's segments, its midstates, can check each segment for itself, in any order and on any processor: it must lead
@@ -26,8 +34,7 @@
 // It is binary because nearly all of it is hashes: text would double it and need one spelling enforced. Every set of
 // midstates has exactly one form. The last field tells a form that decayed from a blob that did.
 //
-// Hashing several streams at once is to come to this package. It is pure, as identity is. Nothing in it starts a
-// goroutine.
+// This package is pure, as identity is. Nothing in it starts a goroutine.
 package lanes
 
 import (
@@ -55,12 +62,21 @@ const (
 
 // stateOf returns the chaining state of h, which has been given a multiple of 64 bytes.
 func stateOf(h identity.Hash) State {
+	b := save(h)
+	if n := savedLength(b); n%64 != 0 {
+		panic(fmt.Sprintf("lanes: no chaining state after %d bytes", n))
+	}
+	return State(b[len(savedMagic):])
+}
+
+// save returns what h saves of itself.
+func save(h identity.Hash) []byte {
 	b, err := h.MarshalBinary()
-	if err != nil || len(b) != savedSize || string(b[:len(savedMagic)]) != savedMagic || savedLength(b)%64 != 0 {
+	if err != nil || len(b) != savedSize || string(b[:len(savedMagic)]) != savedMagic {
 		// Only another implementation of SHA-256 can come to this, and then nothing here holds.
 		panic(fmt.Sprintf("lanes: a saved SHA-256 of %d bytes is not of the known layout: %v", len(b), err))
 	}
-	return State(b[len(savedMagic):])
+	return b
 }
 
 // savedLength returns how many bytes a hash was given that was saved as b.
@@ -68,11 +84,11 @@ func savedLength(b []byte) uint64 { return binary.BigEndian.Uint64(b[len(b)-8:])
 
 // setState makes h a hash that has the state s after n bytes, a multiple of 64.
 func setState(h identity.Hash, s State, n int64) error {
-	b := make([]byte, 0, savedSize)
-	b = append(b, savedMagic...)
-	b = append(b, s[:]...)
-	b = append(b, make([]byte, 64)...)
-	return h.UnmarshalBinary(binary.BigEndian.AppendUint64(b, uint64(n)))
+	b := make([]byte, savedSize)
+	copy(b, savedMagic)
+	copy(b[len(savedMagic):], s[:])
+	binary.BigEndian.PutUint64(b[savedSize-8:], uint64(n))
+	return h.UnmarshalBinary(b)
 }
 
 // Edges returns how many edges of segments lie strictly inside a blob of so many bytes.

@@ -29,22 +29,24 @@ func NewRecorder(segment int64) *Recorder {
 // Write never returns an error.
 func (r *Recorder) Write(b []byte) (int, error) {
 	n := len(b)
-	for {
-		left := r.segment - r.size%r.segment
-		if int64(len(b)) < left {
-			break
-		}
-		r.write(b[:left])
-		b = b[left:]
-		r.noted = append(r.noted, stateOf(r.Hash))
+	for len(b) > 0 {
+		_, m := r.share(len(b))
+		r.Hash.Write(b[:m])
+		r.shared(m)
+		b = b[m:]
 	}
-	r.write(b)
 	return n, nil
 }
 
-func (r *Recorder) write(b []byte) {
-	r.Hash.Write(b)
-	r.size += int64(len(b))
+func (r *Recorder) share(n int) (identity.Hash, int) {
+	return r.Hash, int(min(int64(n), r.segment-r.size%r.segment))
+}
+
+func (r *Recorder) shared(n int) {
+	r.size += int64(n)
+	if r.size%r.segment == 0 {
+		r.noted = append(r.noted, stateOf(r.Hash))
+	}
 }
 
 // Take returns the states that were noted since the last Take, and the number of the edge that the first of them is of.

@@ -1,0 +1,20 @@
+package lanes
+
+// The addresses that the lanes of a kernel read at one time must not be equal modulo pageSize, as they compete for the
+// same lines of the first cache. Buffers sets each buffer off by stagger more than the one before.
+const (
+	pageSize = 4 << 10
+	stagger  = 5 * 64 // an odd multiple of a line
+)
+
+// Buffers returns n buffers of size bytes for pieces that are written together, in one piece of memory that is laid out
+// as the kernels like it. Their capacity is size too.
+func Buffers(n, size int) [][]byte {
+	stride := (size+pageSize-1)/pageSize*pageSize + stagger
+	all := make([]byte, n*stride)
+	bufs := make([][]byte, n)
+	for i := range bufs {
+		bufs[i] = all[i*stride : i*stride+size : i*stride+size]
+	}
+	return bufs
+}
