@@ -204,6 +204,7 @@ func TestWhatIsCounted(t *testing.T) {
 		{1e9, 1e11, "kiln_scrub_end_timestamp_seconds", nil},
 		{2, 100, "kiln_scrub_blobs", nil},
 		{0, 0, "kiln_scrub_findings_total", []string{"verdict=damaged"}},
+		{0, 0, "kiln_scrub_midstates_total", nil},
 		{1e6, 1e15, "process_resident_memory_bytes", nil},
 		{1, 1e6, "go_goroutines", nil},
 	} {
@@ -358,11 +359,12 @@ func TestStoreKeepsItsParts(t *testing.T) {
 	}
 	st = quiet("s3").Store(new(s3store.Store))
 	_, aside = st.(blobstore.Quarantine)
+	_, segments = st.(blobstore.Segments)
 	_, sweeps := st.(blobstore.Sweeper)
 	_, counted = st.(*s3store.Store)
 	_, losses = st.(blobstore.Losses)
-	if !aside || !sweeps || !losses || counted {
-		t.Error("a bucket:", aside, sweeps, losses, counted)
+	if !aside || !segments || !sweeps || !losses || counted {
+		t.Error("a bucket:", aside, segments, sweeps, losses, counted)
 	}
 }
 

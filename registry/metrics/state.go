@@ -59,13 +59,14 @@ var (
 		"Blobs that were read again since the start: by passes, by command, or as they were suspect.")
 	allBytes = desc("kiln_scrub_read_bytes_total", "Bytes of those.")
 	allFound = desc("kiln_scrub_findings_total", "What was found wrong with them, since the start.", "verdict")
+	allGiven = desc("kiln_scrub_midstates_total", "Those of them that had no midstates, or wrong ones, and were given some.")
 )
 
 // Describe implements prometheus.Collector.
 func (s *state) Describe(to chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{
 		received, sent, running, isReady, uploads, refsAt, indexAt, asideNow, lostNow, gcEnded, gcTook, gcBlobs, gcBytes,
-		gcRuns, gcGoneBlobs, gcGoneBytes, allBlobs, allBytes, allFound, scrubBegan, scrubEnded, scrubBlobs, scrubBytes,
+		gcRuns, gcGoneBlobs, gcGoneBytes, allBlobs, allBytes, allFound, allGiven, scrubBegan, scrubEnded, scrubBlobs, scrubBytes,
 		scrubFound,
 	} {
 		to <- d
@@ -144,6 +145,7 @@ func (s *state) upkeep(o out) {
 	for verdict, n := range verdicts(all) {
 		o.counter(allFound, n, verdict)
 	}
+	o.counter(allGiven, all.Midstates)
 	p := s.reg.Scrubber().Pass()
 	if p.Began.IsZero() {
 		return

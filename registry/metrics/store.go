@@ -59,13 +59,14 @@ func (m *Metrics) Store(st blobstore.Engine) blobstore.Engine {
 			countedSegments
 			blobstore.Losses
 		}{c, countedAside{aside, m}, countedSegments{segments, m}, losses}
-	case hasLosses && hasAside && hasSweep && !hasSegments: // a bucket
+	case hasLosses && hasAside && hasSegments && hasSweep: // a bucket
 		return struct {
 			counted
 			countedAside
+			countedSegments
 			countedSweep
 			blobstore.Losses
-		}{c, countedAside{aside, m}, countedSweep{sweep, m}, losses}
+		}{c, countedAside{aside, m}, countedSegments{segments, m}, countedSweep{sweep, m}, losses}
 	case !hasLosses && !hasAside && !hasSweep && !hasSegments:
 		return c
 	}

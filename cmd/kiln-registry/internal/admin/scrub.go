@@ -210,5 +210,8 @@ func scrubbed(s *upkeep.Scrubbing) string {
 	if s.Missing > 0 {
 		text += fmt.Sprintf(", and %d missing", s.Missing)
 	}
+	if s.Midstates > 0 {
+		text += fmt.Sprintf("; %d had no midstates, or wrong ones, and have them now", s.Midstates)
+	}
 	return text
 }
