@@ -315,6 +315,9 @@ func (f *checkFlags) resume(ctx context.Context, name, request string, stdout, s
 		show.Close()
 		return err
 	}
+	if _, is, _ := transfer.ParseAggregate(f.base); is && f.repo == "" {
+		show.Note("of that base only the aggregate is known: --repo, or a REF, says whose file names are meant")
+	}
 	r := resume.Decide(*a.Checkpoint, q, resume.Current{
 		Base: h.Base, Provenance: h.Provenance, ProvenanceDigest: h.Identities.Provenance, FilesChecked: true,
 	})

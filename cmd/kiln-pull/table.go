@@ -69,8 +69,8 @@ func (f *findFlags) writeTable(ctx context.Context, c *client.Client, s subject,
 	}
 	scores = append(scores, longer...)
 	if len(scores)+len(omitted) == 0 {
-		err := cli.Exit(cli.CodeNotFound, fmt.Errorf("%s: no eval of %s that may be seen has a run", s.registry, s.aggregate))
-		return cli.Hint(err, "kiln-pull find without --table lists what is there")
+		err := fmt.Errorf("%s: no eval of %s that may be seen has a run", s.registry, s.aggregate)
+		return cli.Hint(cli.Exit(cli.CodeNotFound, err), "kiln-pull find without --table lists what is there")
 	}
 	show.Sort(scores)
 	return errors.Join(show.WriteScores(stdout, scores, f.JSON), show.WriteOmitted(stdout, omitted, f.JSON))

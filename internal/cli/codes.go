@@ -20,8 +20,8 @@ import (
 )
 
 // ExitCodes says for a help text what the codes mean.
-const ExitCodes = "Exit codes: 0 done, or yes; 1 no; 2 wrong usage, or could not tell; 3 not logged in, not allowed, or the\n" +
-	"registry is read-only; 4 not found; 5 refused data; 6 registry unreachable or failing; 7 local disk; 8 device;\n" +
+const ExitCodes = "Exit codes: 0 done, or yes; 1 no; 2 wrong usage, or could not tell; 3 not logged in, not allowed, or\n" +
+	"the registry is read-only; 4 not found; 5 refused data; 6 registry unreachable or failing; 7 local disk; 8 device;\n" +
 	"75 try again."
 
 // WithExitCodes ends the help of all commands below root with what the codes mean.

@@ -48,8 +48,8 @@ func FindBase(ctx context.Context, text string, dial transfer.Dial) (Base, error
 	}
 	b, noBase, err := findReference(ctx, text, dial)
 	if _, stat := os.Stat(text); err != nil && stat == nil {
-		return b, &Error{Code: CodePath, Msg: fmt.Sprintf("%.200q is on this disk: a base is named here by its REF or its aggregate", text),
-			Hint: "kiln-push identify DIR prints the aggregate of a folder"}
+		msg := fmt.Sprintf("%.200q is on this disk: a base is named here by its REF or its aggregate", text)
+		return b, &Error{Code: CodePath, Msg: msg, Hint: "kiln-push identify DIR prints the aggregate of a folder"}
 	}
 	if err == nil && noBase != nil {
 		err = &Error{Code: CodeNoBase, Msg: fmt.Sprintf("%s is no base: %v", text, noBase),
