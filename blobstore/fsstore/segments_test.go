@@ -6,6 +6,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
@@ -164,6 +165,63 @@ func TestTornSegments(t *testing.T) {
 	write(t, path, string(theirs))
 	if _, err := st.Segments(t.Context(), i); !errors.Is(err, blobstore.ErrNotFound) {
 		t.Errorf("midstates of another blob: %v", err)
+	}
+}
+
+// TestKeepSegmentsIsDurable: midstates that are kept later have reached the disk, and on an error, or after the end of
+// the process, there are those of before or the new ones, and nothing is left behind.
+func TestKeepSegmentsIsDurable(t *testing.T) {
+	st, f := openFaulty(t)
+	st.segment = 64 << 10
+	data := pattern(300_000, "keep")
+	i := push(t, st, data)
+	path := st.segmentsPath(i.Digest)
+	form, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var did []string
+	f.fault = func(op durable.Op, path string, do func() error) error {
+		did = append(did, string(op)+" "+filepath.Ext(path))
+		return do()
+	}
+	if err := st.KeepSegments(t.Context(), i, form); err != nil {
+		t.Fatal(err)
+	}
+	f.fault = nil
+	want := []string{
+		"create .segments", "write .segments", "sync .segments", "rename ", "sync folder ",
+	}
+	if !slices.Equal(did, want) {
+		t.Errorf("it did %q, want %q", did, want)
+	}
+	for n := range did {
+		if err := os.Remove(path); err != nil {
+			t.Fatal(err)
+		}
+		at := 0
+		f.fault = func(_ durable.Op, _ string, do func() error) error {
+			if at++; at-1 == n {
+				return syscall.EIO
+			}
+			return do()
+		}
+		if err := st.KeepSegments(t.Context(), i, form); !errors.Is(err, syscall.EIO) {
+			t.Errorf("fault %d: %v", n, err)
+		}
+		f.fault = nil
+		if checkMidstates(t, st, i, data) != (n == len(did)-1) {
+			t.Errorf("fault %d: other midstates than expected", n)
+		}
+		kill(t, st)
+		st = reopen(t, st.dir, f, "")
+		st.segment = 64 << 10
+		if left := tree(t, filepath.Join(st.dir, uploadsName)); len(left) != 1 {
+			t.Errorf("fault %d: left: %q", n, left)
+		}
+		if err := st.KeepSegments(t.Context(), i, form); err != nil || !checkMidstates(t, st, i, data) {
+			t.Errorf("after fault %d: %v", n, err)
+		}
 	}
 }
 
