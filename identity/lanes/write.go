@@ -48,7 +48,7 @@ const worthwhile = 2 << 10
 // and in memory of Buffers. It panics if two pieces are for one stream.
 func Write(pieces ...Piece) {
 	k := *chosen.Load()
-	if len(pieces) == 1 || k.Take(2) == 1 {
+	if k.Take(len(pieces)) <= 1 {
 		for _, p := range pieces {
 			p.To.Write(p.Data)
 		}

@@ -287,7 +287,7 @@ func TestSameStreamTwice(t *testing.T) {
 		t.Fatal(err)
 	}
 	h := identity.NewHash()
-	Write(Piece{h, make([]byte, 10)}, Piece{h, make([]byte, 10)})
+	Write(Piece{identity.NewHash(), nil}, Piece{h, nil}, Piece{h, nil})
 }
 
 func TestBuffers(t *testing.T) {
