@@ -43,6 +43,7 @@ func (b *Bench) identify(ctx context.Context) ([]report.Row, error) {
 	if err != nil {
 		return nil, err
 	}
+	defer os.RemoveAll(dir)
 	paths, err := filepath.Glob(filepath.Join(dir, "*.safetensors"))
 	if err != nil {
 		return nil, err

@@ -38,6 +38,7 @@ func (b *Bench) Pull(ctx context.Context) ([]report.Row, error) {
 	if err != nil {
 		return nil, err
 	}
+	defer os.RemoveAll(dir)
 	h, err := b.hold(ctx, dir, "bench/model", reg)
 	if err != nil {
 		return nil, err

@@ -36,6 +36,7 @@ func (b *Bench) pushAgain(ctx context.Context) ([]report.Row, error) {
 	if err != nil {
 		return nil, err
 	}
+	defer os.RemoveAll(dir)
 	h, err := b.hold(ctx, dir, "bench/again", reg)
 	if err != nil {
 		return nil, err
