@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"hash/crc32"
 	"iter"
+	"slices"
 
 	"github.com/kiln-registry/kiln-registry/api"
 	"github.com/kiln-registry/kiln-registry/identity"
@@ -277,8 +278,8 @@ func newWalk(q Query) (w *walk, from []byte, err error) {
 	return w, from, err
 }
 
-// look reads a row into w.row, and what it lists into w.listed. It returns where to go on when the query does not want the
-// row and others like it.
+// look reads a row into w.row, and what it lists into w.listed. It returns where to go on when the query does not want
+// the row and others like it.
 func (w *walk) look(t tx, k, v []byte) (jump []byte, err error) {
 	if err = w.row.read(k); err != nil {
 		return nil, err
@@ -297,14 +298,14 @@ func (w *walk) look(t tx, k, v []byte) (jump []byte, err error) {
 	return nil, err
 }
 
-// unseal is that of codec.go. Where it is not long it copies key and value, since the CRC of many bytes at once takes less
-// time than those of the two.
+// unseal is that of codec.go. Where it is not long it copies key and value, since the CRC of many bytes at once takes
+// less time than those of the two.
 func (w *walk) unseal(k, v []byte) ([]byte, error) {
 	n := len(v) - 4
 	if n < 1 || n > 4<<10 {
 		return unseal(k, v)
 	}
-	w.copied = append(append(w.copied[:0], k...), v[:n]...)
+	w.copied = append(append(slices.Grow(w.copied[:0], len(k)+n), k...), v[:n]...)
 	if crc32.Checksum(w.copied, castagnoli) != binary.LittleEndian.Uint32(v[n:]) || v[0] != valueVersion {
 		return unseal(k, v) // which says what is wrong
 	}
@@ -512,23 +513,21 @@ var errStop = errors.New("stop the walk")
 // walk visits the pairs with from <= key < to. visit returns the key to go on from, nil meaning the next one, which it
 // must not place behind; errStop ends the walk without an error.
 func (t tx) walk(from, to []byte, visit func(k, v []byte) ([]byte, error)) error {
+	var jump []byte
+	var err error
+	step := func(k, v []byte) bool { // made once: there may be many jumps
+		jump, err = visit(k, v)
+		return jump == nil && err == nil
+	}
 	for from != nil {
-		at := from
-		from = nil
-		for k, v := range t.Range(at, to) {
-			jump, err := visit(k, v)
-			if err == errStop {
-				return nil
-			}
-			if err != nil {
-				return err
-			}
-			if jump != nil {
-				from = jump
-				break
-			}
-		}
-		if from != nil && to != nil && bytes.Compare(from, to) >= 0 {
+		jump = nil
+		t.Range(from, to)(step)
+		switch from = jump; {
+		case err == errStop:
+			return nil
+		case err != nil:
+			return err
+		case from != nil && to != nil && bytes.Compare(from, to) >= 0:
 			return nil
 		}
 	}

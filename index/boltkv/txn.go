@@ -36,7 +36,8 @@ type txn struct {
 	bucket *bbolt.Bucket
 	path   string
 	wrote  bool
-	err    error // damage that was met; everything fails from then on
+	err    error         // damage that was met; everything fails from then on
+	spare  *bbolt.Cursor // of a Range that has ended, for the next one; nil: there is none
 }
 
 // begun returns a txn on a bbolt transaction. ErrDamaged.
@@ -124,14 +125,18 @@ func (t *txn) Delete(key []byte) (err error) {
 // Range implements index.Txn.
 func (t *txn) Range(from, to []byte) iter.Seq2[[]byte, []byte] {
 	return func(yield func([]byte, []byte) bool) {
-		var c *bbolt.Cursor
+		c := t.spare
+		t.spare = nil
 		key, value := t.step(func() (k, v []byte) {
-			c = t.bucket.Cursor()
+			if c == nil {
+				c = t.bucket.Cursor()
+			}
 			return c.Seek(from)
 		})
 		for key != nil && (to == nil || bytes.Compare(key, to) < 0) && yield(key, value) {
 			key, value = t.step(c.Next)
 		}
+		t.spare = c
 	}
 }
 
