@@ -16,6 +16,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/kiln-registry/kiln-registry/api/client"
+	"github.com/kiln-registry/kiln-registry/identity/lanes"
 )
 
 // The exit codes of the three binaries.
@@ -47,7 +48,10 @@ type command func(ctx context.Context, args []string, stdout, stderr io.Writer) 
 // visibly runs a command between two Visible writers and returns its exit code.
 func visibly(ctx context.Context, run command, args []string, stdout, stderr io.Writer) int {
 	out, errs := &Visible{to: stdout}, &Visible{to: stderr}
-	err := run(ctx, args, out, errs)
+	err := useLanes(os.Getenv("KILN_LANES"))
+	if err == nil {
+		err = run(ctx, args, out, errs)
+	}
 	if e := errors.Join(out.flush(), errs.flush()); err == nil {
 		err = e
 	}
@@ -55,6 +59,16 @@ func visibly(ctx context.Context, run command, args []string, stdout, stderr io.
 		err = interrupted(err)
 	}
 	return Report(errs, err)
+}
+
+// useLanes sets the code that several streams are hashed with at once. No name is the fastest of this processor.
+func useLanes(name string) error {
+	err := lanes.Use(name)
+	if err == nil {
+		return nil
+	}
+	return Hint(Usagef("KILN_LANES: %w", err),
+		"this processor takes "+strings.Join(lanes.Kernels(), ", ")+"; unset KILN_LANES to use the fastest")
 }
 
 // interrupted keeps an error that says what is wrong, and replaces one that only says that the context ended.

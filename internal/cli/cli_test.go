@@ -140,3 +140,22 @@ func TestBytes(t *testing.T) {
 		}
 	}
 }
+
+func TestKilnLanes(t *testing.T) {
+	ran := false
+	run := func(context.Context, []string, io.Writer, io.Writer) error { ran = true; return nil }
+	var out, said bytes.Buffer
+	t.Setenv("KILN_LANES", "x5")
+	code := visibly(t.Context(), run, nil, &out, &said)
+	want := "error: KILN_LANES: no kernel is named \"x5\": want x1, x4 or x16\nhint: "
+	if code != CodeUsage || ran || out.Len() > 0 || !strings.HasPrefix(said.String(), want) {
+		t.Errorf("x5: code %d, ran %t, stderr %q", code, ran, said.String())
+	}
+	t.Setenv("KILN_LANES", "x1")
+	if code := visibly(t.Context(), run, nil, &out, &said); code != CodeOK || !ran {
+		t.Errorf("x1: code %d, ran %t", code, ran)
+	}
+	if err := useLanes(""); err != nil {
+		t.Error(err)
+	}
+}
