@@ -80,6 +80,7 @@ const (
 	RuleFileSize      = "file-size"
 	RuleFileDigest    = "file-digest"
 	RuleBaseConflict  = "base-conflict" // two claims about the base, and they differ
+	RuleOneBase       = "one-base"      // rows of more than one base in a file
 )
 
 // hints say what to do about a broken rule.
@@ -107,6 +108,7 @@ var hints = map[string]string{
 	RuleFileSize:                "the file was cut off or replaced: push the original",
 	RuleFileDigest:              "the file was changed after the document was written: push the original",
 	RuleBaseConflict:            "push it with the base that it was made from",
+	RuleOneBase:                 "split the file, one for each base, and push those",
 }
 
 // defaultHint is the hint of all other rules.

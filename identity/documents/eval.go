@@ -7,6 +7,8 @@ import (
 	"fmt"
 	"io"
 	"math"
+	"slices"
+	"strings"
 
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/internal/strictjson"
@@ -369,6 +371,8 @@ type Outcomes struct {
 	Unbound uint64              // rows without a full manifest
 	Shards  []identity.Manifest // of the bases that the rows name, in the order of their first row
 	first   []uint64            // the line of each
+	rows    []uint64            // the number of rows of each
+	at      int                 // the one that the last manifest names
 }
 
 // ParseOutcomes is ReadOutcomes for a text in memory.
@@ -430,26 +434,46 @@ func (o *Outcomes) row(n uint64, line, last []byte) (text []byte, err error) {
 	o.Rows++
 	if text == nil {
 		o.Unbound++
+		return nil, nil
 	}
 	return text, o.add(n, shards)
 }
 
-// add notes the base of a row; a zero manifest says nothing new.
+// add notes the base of a row, the one of the last manifest for a zero manifest.
 func (o *Outcomes) add(n uint64, shards identity.Manifest) error {
-	if shards.Aggregate.IsZero() {
+	if !shards.Aggregate.IsZero() {
+		o.at = slices.IndexFunc(o.Shards, shards.SameContent)
+	}
+	switch {
+	case o.at >= 0:
+		o.rows[o.at]++
 		return nil
-	}
-	for _, s := range o.Shards {
-		if s.Aggregate == shards.Aggregate {
-			return nil
-		}
-	}
-	if len(o.Shards) == maxBases {
+	case len(o.Shards) == maxBases:
 		return &Error{Kind: KindOutcomes, Rule: RuleCount, Path: "$." + baseMember,
 			Msg: fmt.Sprintf("names one base more than the %d that one file may", maxBases)}
 	}
-	o.Shards, o.first = append(o.Shards, shards), append(o.first, n)
+	o.at = len(o.Shards)
+	o.Shards, o.first, o.rows = append(o.Shards, shards), append(o.first, n), append(o.rows, 1)
 	return nil
+}
+
+// OneBase refuses rows of more than one base, with the number of rows of each, in an *Error of RuleOneBase.
+func (o Outcomes) OneBase() error {
+	const most = 4
+	if len(o.Shards) < 2 {
+		return nil
+	}
+	var each []string
+	for i, s := range o.Shards[:min(len(o.Shards), most)] {
+		each = append(each, fmt.Sprintf("%d of %v, from line %d on", o.rows[i], s.Aggregate, o.first[i]))
+	}
+	if more := len(o.Shards) - most; more > 0 {
+		each = append(each, fmt.Sprintf("%d bases more", more))
+	}
+	where := func(i int) string { return fmt.Sprintf("line %d $.%s", o.first[i], baseMember) }
+	return &Error{Kind: KindOutcomes, Rule: RuleOneBase, Path: where(1),
+		Msg:  fmt.Sprintf("rows of %d bases: %s", len(o.Shards), strings.Join(each, "; ")),
+		Said: o.Shards[1].Aggregate.String(), Other: o.Shards[0].Aggregate.String(), OtherAt: where(0)}
 }
 
 // atLine puts the line in front of the path.

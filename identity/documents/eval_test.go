@@ -290,6 +290,30 @@ func TestOutcomes(t *testing.T) {
 	}
 }
 
+// The refusal of rows of two bases says how many there are of each, and what to do.
+func TestOutcomesOfTwoBases(t *testing.T) {
+	one, two := manifestOf(t, "a.safetensors", 1), manifestOf(t, "a.safetensors", 2)
+	a, b := row(t, one, ""), row(t, two, "")
+	o, err := ParseOutcomes([]byte(strings.Join([]string{a, "{}", a, b, b, row(t, manifestOf(t, "b.safetensors", 1), "")}, "\n")))
+	if err != nil {
+		t.Fatal(err)
+	}
+	const member = "$.base_weight_shard_manifest"
+	checkRefusal(t, o.OneBase(), RuleOneBase, "line 4 "+member, fmt.Sprintf("rows of 2 bases: 3 of %v, from line 1 on; "+
+		"2 of %v, from line 4 on; split the file", one.Aggregate, two.Aggregate))
+	if o, err = ParseOutcomes([]byte(a + "\n" + a)); err != nil || o.OneBase() != nil {
+		t.Errorf("one base: %v, %v", err, o.OneBase())
+	}
+	var lines []string
+	for i := range 6 {
+		lines = append(lines, row(t, manifestOf(t, "a.safetensors", byte(i)), ""))
+	}
+	if o, err = ParseOutcomes([]byte(strings.Join(lines, "\n"))); err != nil {
+		t.Fatal(err)
+	}
+	checkRefusal(t, o.OneBase(), RuleOneBase, "line 2 "+member, "; 2 bases more; split")
+}
+
 func TestOutcomesLimits(t *testing.T) {
 	var lines []string
 	for i := range 65 {

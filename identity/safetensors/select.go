@@ -69,6 +69,19 @@ type Warning struct {
 // the folder of an adapter. An error of index is wrapped.
 func Select(entries []Entry, index func() ([]byte, error)) (Selection, error) {
 	l := newListing(entries)
+	s, err := l.choose(index)
+	if err == nil {
+		s.Warnings = l.warnings(s)
+	}
+	return s, err
+}
+
+// Choose is Select without the warnings, for those who show them to nobody.
+func Choose(entries []Entry, index func() ([]byte, error)) (Selection, error) {
+	return newListing(entries).choose(index)
+}
+
+func (l listing) choose(index func() ([]byte, error)) (Selection, error) {
 	names, fromIndex, err := l.candidates(index)
 	if err != nil {
 		return Selection{}, err
@@ -82,7 +95,6 @@ func Select(entries []Entry, index func() ([]byte, error)) (Selection, error) {
 			s.Extra = append(s.Extra, n)
 		}
 	}
-	s.Warnings = l.warnings(s)
 	return s, nil
 }
 

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"maps"
 	"slices"
 	"strings"
 	"sync"
@@ -227,7 +226,7 @@ func (f files) hasAdapter() bool {
 
 // selectShards derives the shard set as the loader would choose it, and the kind if it is still open.
 func (a *Artifact) selectShards(ctx context.Context, blobs Blobs, m Manifest, all files) error {
-	chosen, err := choose(ctx, blobs, all)
+	chosen, err := choose(ctx, blobs, all, len(m.Layers))
 	switch {
 	case err != nil:
 		return err
@@ -260,15 +259,20 @@ type choice struct {
 	files []file
 }
 
-func choose(ctx context.Context, blobs Blobs, all files) (choice, error) {
-	var entries []safetensors.Entry
-	for _, name := range slices.Sorted(maps.Keys(all)) {
+// entries returns the files at the top in the order of the so many layers, which as a rule is that of their names.
+func (f files) entries(layers int) []safetensors.Entry {
+	all := make([]safetensors.Entry, layers)
+	for name, d := range f {
 		if !strings.Contains(name, "/") {
-			entries = append(entries, safetensors.Entry{Name: name, Mode: safetensors.Regular, Size: all[name].Size})
+			all[d.at] = safetensors.Entry{Name: name, Mode: safetensors.Regular, Size: d.Size}
 		}
 	}
+	return slices.DeleteFunc(all, func(e safetensors.Entry) bool { return e.Name == "" })
+}
+
+func choose(ctx context.Context, blobs Blobs, all files, layers int) (choice, error) {
 	var failed error // of reading, which says nothing about the content
-	sel, err := safetensors.Select(entries, func() ([]byte, error) {
+	sel, err := safetensors.Choose(all.entries(layers), func() ([]byte, error) {
 		b, err := readIndex(ctx, blobs, all)
 		failed = err
 		return b, err
@@ -284,7 +288,7 @@ func choose(ctx context.Context, blobs Blobs, all files) (choice, error) {
 	case err != nil:
 		return choice{}, err
 	}
-	c := choice{state: api.ContentDirect}
+	c := choice{state: api.ContentDirect, files: make([]file, 0, len(sel.Shards))}
 	for _, name := range sel.Shards {
 		f := all[name]
 		c.files = append(c.files, f)

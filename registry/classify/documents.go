@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"maps"
 	"path"
 	"slices"
 	"strings"
@@ -120,6 +119,11 @@ func refused(name string, err error) error {
 	switch {
 	case !ok:
 		return err
+	case e.Rule == documents.RuleOneBase:
+		at, otherAt := name+" "+e.Path, name+" "+e.OtherAt
+		return api.Errorf(api.CodeManifestInvalid, "%s: %s, but %s: %s: %s; %s", at, e.Said, otherAt, e.Other, e.Msg,
+			e.Hint()).With(api.Conflict{Reason: api.CodeAggregateConflict, Claimed: e.Said, ClaimedAt: at,
+			Derived: e.Other, DerivedAt: otherAt})
 	case e.Said != "":
 		why := api.CodeDocumentConflict
 		if e.Rule == documents.RuleBaseConflict {
@@ -147,11 +151,12 @@ func (f files) document(name string) (file, bool) {
 
 // ending returns the plain files at the top whose name has one of the extensions, by name.
 func (f files) ending(exts ...string) (found []file) {
-	for _, name := range slices.Sorted(maps.Keys(f)) {
-		if !strings.Contains(name, "/") && f[name].plain() && slices.Contains(exts, path.Ext(name)) {
-			found = append(found, f[name])
+	for name, d := range f {
+		if slices.Contains(exts, path.Ext(name)) && !strings.Contains(name, "/") && d.plain() {
+			found = append(found, d)
 		}
 	}
+	slices.SortFunc(found, func(a, b file) int { return strings.Compare(a.name, b.name) })
 	return found
 }
 

@@ -74,7 +74,7 @@ func run(s documents.Score) api.EvalRun {
 	return r
 }
 
-// rows reads outcome rows, row by row. One file is about one base.
+// rows reads outcome rows, row by row. One file is about one base: a record of the index is.
 func (m *made) rows(f file) error {
 	if f.Size > documents.MaxEval {
 		return tooLarge(f, documents.MaxEval)
@@ -88,6 +88,9 @@ func (m *made) rows(f file) error {
 	o, err := documents.ReadOutcomes(io.TeeReader(r, h))
 	if err == nil && identity.DigestOf(h) != f.Digest {
 		err = errors.Join(ErrDamaged, errors.New(f.name))
+	}
+	if err == nil {
+		err = o.OneBase()
 	}
 	if err != nil {
 		return refused(f.name, err)
