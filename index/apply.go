@@ -64,6 +64,102 @@ func (o DeleteManifest) number() (string, uint64) { return o.Repo, o.Seq }
 func (o PutTag) number() (string, uint64)         { return o.Repo, o.Seq }
 func (o DeleteTag) number() (string, uint64)      { return o.Repo, o.Seq }
 
+func (o PutManifest) lacks(t tx) (why string, err error) {
+	r, held, err := t.record(o.Repo, o.Digest)
+	if err != nil {
+		return "", err
+	}
+	switch {
+	case held && r.Seq == o.Seq:
+		return o.lacksRow(t, r)
+	case held && r.Seq > o.Seq:
+		return "", nil
+	}
+	if gone, err := t.number(manifestGoneKey(o.Repo, o.Digest)); err != nil || gone >= o.Seq {
+		return "", err
+	}
+	return "the manifest", nil
+}
+
+// lacksRow looks for the rows that go with the record of the manifest, and reads those that have a value.
+func (o PutManifest) lacksRow(t tx, r Record) (why string, err error) {
+	bindings, err := t.bindings(r)
+	if err != nil {
+		return "", err
+	}
+	values, marks := []key{contentKey(r.Digest, partBytes)}, []key{contentKey(r.Digest, partHolder).text(r.Repo)}
+	if len(o.Refers) > 0 {
+		values = append(values, manifestKey(r.Repo, r.Digest, partRefers))
+	}
+	if len(o.Lists) > 0 {
+		values = append(values, manifestKey(r.Repo, r.Digest, partLists))
+	}
+	if r.ShardCount > 0 {
+		values = append(values, contentKey(r.Digest, partShards))
+	}
+	if target, _, ok := r.bound(); ok {
+		values = append(values, r.bindingKey(target))
+	}
+	for k, b := range r.listings(bindings) {
+		if b != nil {
+			values = append(values, k)
+		} else {
+			marks = append(marks, k)
+		}
+	}
+	for _, k := range values {
+		if v, err := t.load(k); err != nil || v == nil {
+			return fmt.Sprintf("a %q row of the manifest", k[:1]), err
+		}
+	}
+	for _, k := range marks {
+		if has, err := t.has(k); err != nil || !has {
+			return fmt.Sprintf("a %q row of the manifest", k[:1]), err
+		}
+	}
+	for _, b := range o.Refers {
+		if has, err := t.has(blobKey(b, r.Repo).ascending(r.Seq).sum(r.Digest)); err != nil || !has {
+			return "that the manifest refers to blob " + b.String(), err
+		}
+	}
+	for _, c := range o.Lists {
+		if has, err := t.has(listedKey(r.Repo, c).sum(r.Digest)); err != nil || !has {
+			return "that the manifest lists " + c.String(), err
+		}
+	}
+	return "", nil
+}
+
+func (o DeleteManifest) lacks(t tx) (why string, err error) {
+	if gone, err := t.number(manifestGoneKey(o.Repo, o.Digest)); err != nil || gone >= o.Seq {
+		return "", err
+	}
+	return "that the manifest was deleted", nil
+}
+
+func (o PutTag) lacks(t tx) (why string, err error) { return t.lacksTag(o.Repo, o.Tag, o.Seq) }
+
+func (o DeleteTag) lacks(t tx) (why string, err error) { return t.lacksTag(o.Repo, o.Tag, o.Seq) }
+
+func (t tx) lacksTag(repo, tag string, seq uint64) (why string, err error) {
+	if checkTag(tag) != nil {
+		return "", nil
+	}
+	v, err := t.tag(repo, tag)
+	switch {
+	case err != nil:
+		return "", err
+	case v.seq < seq:
+		return "the last change of the tag", nil
+	case v.digest.IsZero():
+		return "", nil
+	}
+	if has, err := t.has(manifestKey(repo, v.digest, partTag).rest(tag)); err != nil || has {
+		return "", err
+	}
+	return "that the tag is one of " + v.digest.String(), nil
+}
+
 // raise keeps the numbers to be issued above seq.
 func (t tx) raise(repo string, seq uint64) error {
 	n, err := t.number(sequenceKey(repo))

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"hash/crc32"
 	"maps"
@@ -244,6 +245,37 @@ func decodeShards(data []byte) (identity.Manifest, error) {
 		m.Shards[i] = identity.Shard{Filename: r.text(), Size: r.uint(), Digest: r.sum()}
 	}
 	return m, r.err("shard manifest")
+}
+
+// encodePut is the form of a put in the temporary files of an import.
+func encodePut(p PutManifest) []byte {
+	var b body
+	b.text(string(encodeRecord(p.Record)))
+	b.text(string(p.Manifest))
+	b.text(string(encodeSums(p.Refers)))
+	b.text(string(encodeSums(p.Lists)))
+	if len(p.Shards.Shards) > 0 {
+		b = append(b, encodeShards(p.Shards)...)
+	}
+	return b
+}
+
+func decodePut(repo string, d identity.Digest, data []byte) (p PutManifest, err error) {
+	r := reader{left: data}
+	record := r.bytes()
+	p.Manifest = bytes.Clone(r.bytes())
+	refers, lists := r.bytes(), r.bytes()
+	if r.bad {
+		return p, r.err("put")
+	}
+	errs := make([]error, 4)
+	p.Record, errs[0] = decodeRecord(repo, d, record)
+	p.Refers, errs[1] = decodeSums(refers)
+	p.Lists, errs[2] = decodeSums(lists)
+	if len(r.left) > 0 {
+		p.Shards, errs[3] = decodeShards(r.left)
+	}
+	return p, errors.Join(errs...)
 }
 
 type tagValue struct {

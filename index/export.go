@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"cmp"
 	"context"
+	"encoding/binary"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -139,102 +140,6 @@ func (ix *Index) Lacks(ctx context.Context, ops ...Op) (lacking []Lack, err erro
 	return lacking, err
 }
 
-func (o PutManifest) lacks(t tx) (why string, err error) {
-	r, held, err := t.record(o.Repo, o.Digest)
-	if err != nil {
-		return "", err
-	}
-	switch {
-	case held && r.Seq == o.Seq:
-		return o.lacksRow(t, r)
-	case held && r.Seq > o.Seq:
-		return "", nil
-	}
-	if gone, err := t.number(manifestGoneKey(o.Repo, o.Digest)); err != nil || gone >= o.Seq {
-		return "", err
-	}
-	return "the manifest", nil
-}
-
-// lacksRow looks for the rows that go with the record of the manifest, and reads those that have a value.
-func (o PutManifest) lacksRow(t tx, r Record) (why string, err error) {
-	bindings, err := t.bindings(r)
-	if err != nil {
-		return "", err
-	}
-	values, marks := []key{contentKey(r.Digest, partBytes)}, []key{contentKey(r.Digest, partHolder).text(r.Repo)}
-	if len(o.Refers) > 0 {
-		values = append(values, manifestKey(r.Repo, r.Digest, partRefers))
-	}
-	if len(o.Lists) > 0 {
-		values = append(values, manifestKey(r.Repo, r.Digest, partLists))
-	}
-	if r.ShardCount > 0 {
-		values = append(values, contentKey(r.Digest, partShards))
-	}
-	if target, _, ok := r.bound(); ok {
-		values = append(values, r.bindingKey(target))
-	}
-	for k, b := range r.listings(bindings) {
-		if b != nil {
-			values = append(values, k)
-		} else {
-			marks = append(marks, k)
-		}
-	}
-	for _, k := range values {
-		if v, err := t.load(k); err != nil || v == nil {
-			return fmt.Sprintf("a %q row of the manifest", k[:1]), err
-		}
-	}
-	for _, k := range marks {
-		if has, err := t.has(k); err != nil || !has {
-			return fmt.Sprintf("a %q row of the manifest", k[:1]), err
-		}
-	}
-	for _, b := range o.Refers {
-		if has, err := t.has(blobKey(b, r.Repo).ascending(r.Seq).sum(r.Digest)); err != nil || !has {
-			return "that the manifest refers to blob " + b.String(), err
-		}
-	}
-	for _, c := range o.Lists {
-		if has, err := t.has(listedKey(r.Repo, c).sum(r.Digest)); err != nil || !has {
-			return "that the manifest lists " + c.String(), err
-		}
-	}
-	return "", nil
-}
-
-func (o DeleteManifest) lacks(t tx) (why string, err error) {
-	if gone, err := t.number(manifestGoneKey(o.Repo, o.Digest)); err != nil || gone >= o.Seq {
-		return "", err
-	}
-	return "that the manifest was deleted", nil
-}
-
-func (o PutTag) lacks(t tx) (why string, err error) { return t.lacksTag(o.Repo, o.Tag, o.Seq) }
-
-func (o DeleteTag) lacks(t tx) (why string, err error) { return t.lacksTag(o.Repo, o.Tag, o.Seq) }
-
-func (t tx) lacksTag(repo, tag string, seq uint64) (why string, err error) {
-	if checkTag(tag) != nil {
-		return "", nil
-	}
-	v, err := t.tag(repo, tag)
-	switch {
-	case err != nil:
-		return "", err
-	case v.seq < seq:
-		return "the last change of the tag", nil
-	case v.digest.IsZero():
-		return "", nil
-	}
-	if has, err := t.has(manifestKey(repo, v.digest, partTag).rest(tag)); err != nil || has {
-		return "", err
-	}
-	return "that the tag is one of " + v.digest.String(), nil
-}
-
 // Entry is a manifest of a repository as it stands, with the tags that point to it.
 type Entry struct {
 	PutManifest
@@ -313,14 +218,51 @@ func (l *loading) flush() error {
 // order of key, at a fraction of the cost and without room between them: dir is for temporary files of about the size
 // of the index; empty: the system's folder for them. Each manifest of a repository comes once, and each tag. All is
 // durable on return; after an error, or if it is interrupted and New opens it again, the index holds nothing but the
-// numbers of its repositories. Nobody may use the index meanwhile.
+// numbers of its repositories. Nobody may use the index meanwhile. ErrNotEmpty, which changes nothing.
 func (ix *Index) Import(ctx context.Context, dir string, entries iter.Seq2[Entry, error]) error {
+	return ix.fill(ctx, dir, func(im *importing) error {
+		for e, err := range entries {
+			var ops []Op
+			if err = cmp.Or(err, ctx.Err()); err == nil {
+				ops, err = e.ops()
+			}
+			if err = cmp.Or(err, im.add(e.Repo, ops)); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+}
+
+// ImportChanges is Import of changes with numbers, as they come to Apply: in any order, and more than once. dir takes
+// twice the bytes of the changes more. It refuses those that Check does.
+func (ix *Index) ImportChanges(ctx context.Context, dir string, ops iter.Seq2[Op, error]) error {
+	return ix.fill(ctx, dir, func(im *importing) (err error) {
+		l := latest{names: extsort.Sorter{Dir: dir}, groups: extsort.Sorter{Dir: dir}}
+		defer func() { err = errors.Join(err, l.names.Close(), l.groups.Close()) }()
+		for o, err := range ops {
+			if err = cmp.Or(err, ctx.Err()); err == nil {
+				err = l.add(o)
+			}
+			if err != nil {
+				return err
+			}
+		}
+		return l.each(ctx, im.add)
+	})
+}
+
+// ErrNotEmpty is the error of an import into an index that holds something.
+var ErrNotEmpty = errors.New("the index is not empty")
+
+// fill has gather sort in the rows of an index that holds nothing, and puts them.
+func (ix *Index) fill(ctx context.Context, dir string, gather func(*importing) error) error {
 	if err := ix.checkEmpty(ctx); err != nil {
 		return fmt.Errorf("import: %w", err)
 	}
 	err := ix.kv.Update(ctx, func(x Txn) error { return tx{x}.store(stateKey(stateReset), nil) })
 	if err == nil {
-		err = ix.load(ctx, dir, entries)
+		err = ix.load(ctx, dir, gather)
 	}
 	if err != nil {
 		return fmt.Errorf("import: %w", errors.Join(err, ix.Reset(context.WithoutCancel(ctx))))
@@ -337,7 +279,7 @@ func (ix *Index) checkEmpty(ctx context.Context) error {
 			case bytes.Equal(k, stateKey(stateFormat)):
 				return nil, nil
 			}
-			return nil, errors.New("the index is not empty")
+			return nil, ErrNotEmpty
 		})
 	})
 }
@@ -345,21 +287,16 @@ func (ix *Index) checkEmpty(ctx context.Context) error {
 // importing is what an Import knows of the entries beside their rows.
 type importing struct {
 	sorter extsort.Sorter
+	rows   scratch           // of one manifest
 	last   map[string]uint64 // the highest number of each repository
 	binds  []Record          // bind statements
 }
 
-func (ix *Index) load(ctx context.Context, dir string, entries iter.Seq2[Entry, error]) (err error) {
-	im := importing{sorter: extsort.Sorter{Dir: dir}, last: map[string]uint64{}}
+func (ix *Index) load(ctx context.Context, dir string, gather func(*importing) error) (err error) {
+	im := importing{sorter: extsort.Sorter{Dir: dir}, last: map[string]uint64{}, rows: scratch{}}
 	defer func() { err = errors.Join(err, im.sorter.Close()) }()
-	rows := scratch{}
-	for e, err := range entries {
-		if err == nil {
-			err = cmp.Or(ctx.Err(), im.add(rows, e))
-		}
-		if err != nil {
-			return err
-		}
+	if err := gather(&im); err != nil {
+		return err
 	}
 	var last []byte
 	err = Load(ctx, ix.kv, func(put func(key, value []byte) error) error {
@@ -380,34 +317,133 @@ func (ix *Index) load(ctx context.Context, dir string, entries iter.Seq2[Entry, 
 	return ix.finish(ctx, &im)
 }
 
-// add sorts in the rows of an entry.
-func (im *importing) add(rows scratch, e Entry) error {
-	ops, err := e.ops()
-	if err != nil {
-		return err
-	}
-	clear(rows)
-	c := &change{tx: tx{rows}}
+// add sorts in the rows of changes of one repository that no other change of it has to do with, but for bind statements.
+func (im *importing) add(repo string, ops []Op) error {
+	clear(im.rows)
+	c := &change{tx: tx{im.rows}}
 	for _, o := range ops {
 		if err := o.apply(c); err != nil {
 			return err
 		}
 		_, seq := o.(numbered).number()
-		im.last[e.Repo] = max(im.last[e.Repo], seq)
+		im.last[repo] = max(im.last[repo], seq)
 	}
 	if err := c.relist(); err != nil {
 		return err
 	}
-	if target, _, ok := e.bound(); ok {
-		im.binds = append(im.binds, e.Record)
-		delete(rows, string(e.bindingKey(target)))
+	for _, o := range ops {
+		p, ok := o.(PutManifest)
+		if !ok || im.rows[string(manifestKey(p.Repo, p.Digest, partRecord))] == nil { // it was deleted since
+			continue
+		}
+		if target, _, ok := p.bound(); ok {
+			im.binds = append(im.binds, p.Record)
+			delete(im.rows, string(p.bindingKey(target)))
+		}
 	}
-	for k, v := range rows {
+	for k, v := range im.rows {
 		if err := im.sorter.Add([]byte(k), v); err != nil {
 			return err
 		}
 	}
 	return nil
+}
+
+// latest finds the last change of each name, and brings those of a manifest and of its tags together.
+type latest struct {
+	names  extsort.Sorter // changes by name and number; puts and deletes of a manifest apart
+	groups extsort.Sorter // the last ones by manifest, in the order in which they are applied
+}
+
+// Parts of what groups have of a manifest, in that order.
+const (
+	partGone   byte = iota // number
+	partPut                // the put
+	partPoints             // tag: number
+)
+
+func (l *latest) add(o Op) error {
+	if err := Check(o); err != nil {
+		return err
+	}
+	k := in(tableManifest)
+	switch o := o.(type) {
+	case PutManifest:
+		return l.names.Add(k.text(o.Repo).sum(o.Digest).part(partPut).ascending(o.Seq), encodePut(o))
+	case DeleteManifest:
+		return l.names.Add(k.text(o.Repo).sum(o.Digest).part(partGone).ascending(o.Seq), nil)
+	case PutTag:
+		return l.names.Add(tagKey(o.Repo, o.Tag).text("").ascending(o.Seq), o.Digest[:])
+	case DeleteTag:
+		return l.names.Add(tagKey(o.Repo, o.Tag).text("").ascending(o.Seq), nil)
+	}
+	return fmt.Errorf("import %T: it has no number", o)
+}
+
+// each calls add with the last changes of each manifest and of the tags that point to it, and of each other tag.
+func (l *latest) each(ctx context.Context, add func(repo string, ops []Op) error) error {
+	if err := l.group(ctx, add); err != nil {
+		return err
+	}
+	var at name
+	var ops []Op
+	err := l.groups.Each(func(k, v []byte) error {
+		p := split(k)
+		n := name{p.text(), p.sum()}
+		if n != at {
+			if err := cmp.Or(ctx.Err(), add(at.repo, ops)); err != nil {
+				return err
+			}
+			at, ops = n, ops[:0]
+		}
+		switch part := p.take(1)[0]; part {
+		case partGone:
+			ops = append(ops, DeleteManifest{n.repo, n.digest, binary.BigEndian.Uint64(v)})
+		case partPut:
+			put, err := decodePut(n.repo, n.digest, v)
+			if err != nil {
+				return err
+			}
+			ops = append(ops, put)
+		case partPoints:
+			ops = append(ops, PutTag{n.repo, p.rest(), n.digest, binary.BigEndian.Uint64(v)})
+		}
+		return p.err()
+	})
+	return cmp.Or(err, add(at.repo, ops))
+}
+
+// group takes the last change of each name.
+func (l *latest) group(ctx context.Context, add func(repo string, ops []Op) error) error {
+	var key, value []byte // of the change before
+	take := func() error {
+		if key == nil {
+			return nil
+		}
+		name, seq := key[:len(key)-8], key[len(key)-8:]
+		p := split(name)
+		repo := p.text()
+		switch {
+		case name[0] == tableTag && len(value) == 0:
+			return add(repo, []Op{DeleteTag{repo, p.text(), binary.BigEndian.Uint64(seq)}})
+		case name[0] == tableTag:
+			to := in(tableManifest).text(repo).sum(identity.Digest(value)).part(partPoints).rest(p.text())
+			return l.groups.Add(to, seq)
+		case name[len(name)-1] == partGone:
+			return l.groups.Add(name, seq)
+		}
+		return l.groups.Add(name, value)
+	}
+	err := l.names.Each(func(k, v []byte) error {
+		if len(k) != len(key) || !bytes.Equal(k[:len(k)-8], key[:len(k)-8]) {
+			if err := cmp.Or(ctx.Err(), take()); err != nil {
+				return err
+			}
+		}
+		key, value = append(key[:0], k...), append(value[:0], v...)
+		return nil
+	})
+	return cmp.Or(err, take())
 }
 
 // finish adds what depends on several entries, and ends the import.

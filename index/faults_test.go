@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -430,6 +431,41 @@ func TestDamagedRows(t *testing.T) {
 			} else if !errors.Is(err, index.ErrDamaged) {
 				t.Errorf("%s %q: %v", way, k, err)
 			}
+		}
+	}
+}
+
+// TestFaultsInImport fails an import at every point at which the engine can fail: the index holds nothing then, or when
+// it is opened again, and takes another import.
+func TestFaultsInImport(t *testing.T) {
+	ops := append(faultState(), bind("a", "says", 90, "adapter", aggregate("base")))
+	ops = slices.DeleteFunc(ops, func(o index.Op) bool { return !sequenced(o) })
+	whole := openMemory(t, new(memkv.Disk))
+	apply(t, opened(t, whole), ops...)
+	want := numberedRows(dump(t, whole))
+	for kind, fault := range map[string]func(memkv.Point) memkv.Fault{"lost": lost, "persisted": persisted} {
+		for n := 0; ; n++ {
+			disk := new(memkv.Disk)
+			opened(t, openMemory(t, disk))
+			ix, kv, chances := faulty(t, disk, n, fault)
+			err := ix.ImportChanges(t.Context(), t.TempDir(), each(ops))
+			if *chances <= n {
+				if err != nil {
+					t.Fatal(err)
+				}
+				break
+			}
+			kv.Fail(nil)
+			ix = opened(t, kv)
+			if rows := numberedRows(dump(t, kv)); err != nil && len(rows) > 0 && !slices.Equal(rows, want) {
+				t.Fatalf("%s, fault %d: %d rows: %v", kind, n, len(rows), err)
+			} else if len(rows) > 0 {
+				continue
+			}
+			if err := ix.ImportChanges(t.Context(), t.TempDir(), each(ops)); err != nil {
+				t.Fatalf("%s, fault %d: again: %v", kind, n, err)
+			}
+			equal(t, "rows", numberedRows(dump(t, kv)), want)
 		}
 	}
 }

@@ -385,9 +385,40 @@ func (w *world) checkExport(r *rapid.T) {
 	}
 }
 
-// checkImport imports what is held into another index, which has the same rows then, but for those that say what is gone
-// and those of tags that point to nothing.
+// checkImport imports what is held, and all changes that were sent, into other indexes, which have the same rows then:
+// after the changes all of them, after what is held all but those that say what is gone and those of tags that point to
+// nothing.
 func (w *world) checkImport(r *rapid.T) {
+	entries := rapid.Permutation(w.model.entries()).Draw(r, "entries")
+	got := w.imported(r, func(ix *index.Index) error {
+		return ix.Import(context.Background(), "", each(entries))
+	})
+	w.compareRows(r, got, "mtxy")
+	var numbered []index.Op
+	for _, op := range w.sent {
+		if sequenced(op) {
+			numbered = append(numbered, op)
+		}
+	}
+	changes := rapid.Permutation(append(numbered, numbered[:len(numbered)/3]...)).Draw(r, "changes")
+	got = w.imported(r, func(ix *index.Index) error {
+		return ix.ImportChanges(context.Background(), "", each(changes))
+	})
+	w.compareRows(r, got, "")
+}
+
+func each[T any](all []T) iter.Seq2[T, error] {
+	return func(yield func(T, error) bool) {
+		for _, e := range all {
+			if !yield(e, nil) {
+				return
+			}
+		}
+	}
+}
+
+// imported returns the rows of an index that something fills, once its records have been compared.
+func (w *world) imported(r *rapid.T, fill func(*index.Index) error) map[string]bool {
 	kv, err := new(memkv.Disk).Open(1)
 	if err != nil {
 		r.Fatal(err)
@@ -397,23 +428,21 @@ func (w *world) checkImport(r *rapid.T) {
 		r.Fatal(err)
 	}
 	defer ix.Close()
-	entries := rapid.Permutation(w.model.entries()).Draw(r, "entries")
-	err = ix.Import(context.Background(), "", func(yield func(index.Entry, error) bool) {
-		for _, e := range entries {
-			if !yield(e, nil) {
-				return
-			}
-		}
-	})
-	if err != nil {
+	if err := fill(ix); err != nil {
 		r.Fatal(err)
 	}
+	equal(r, "records of the import", manifests(all(r, ix.Export(context.Background()))), manifests(w.model.export()))
 	held := map[string]bool{}
 	for _, row := range numberedRows(dump(r, kv)) {
 		held[row] = true
 	}
+	return held
+}
+
+// compareRows compares the rows of an import, but that those of some tables may be missing there.
+func (w *world) compareRows(r *rapid.T, held map[string]bool, missing string) {
 	for _, row := range numberedRows(dump(r, w.kv)) {
-		if !held[row] && !strings.ContainsRune("mtxy", rune(row[1])) {
+		if !held[row] && !strings.ContainsRune(missing, rune(row[1])) {
 			r.Errorf("import lacks the row %.200s", row)
 		}
 		delete(held, row)
@@ -421,7 +450,6 @@ func (w *world) checkImport(r *rapid.T) {
 	for row := range held {
 		r.Errorf("import has the row %.200s", row)
 	}
-	equal(r, "records of the import", manifests(all(r, ix.Export(context.Background()))), manifests(w.model.export()))
 }
 
 func manifests(rows []index.Row) []index.Row {

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"iter"
 	"net/http"
 	"strings"
 	"time"
@@ -89,20 +90,13 @@ func (r *Registry) replay(ctx context.Context) error {
 		return err
 	}
 	re := replay{r: r, at: blobstore.Position(from), bases: map[string]identity.Aggregate{}, leftOut: string(note)}
-	for ref, err := range r.refs.Since(ctx, re.at) {
-		if err == nil {
-			err = re.add(ctx, ref)
-		}
-		if err != nil {
-			return fmt.Errorf("bring the index level with the store: %w", err)
-		}
-	}
-	if err := re.flush(ctx); err != nil {
+	if err := re.run(ctx); err != nil {
 		return fmt.Errorf("bring the index level with the store: %w", err)
 	}
 	r.leftOut.Store(&re.leftOut)
 	if re.n > 0 {
-		r.log.Info("index brought level with the store", "from", from, "refs", re.n, "took", time.Since(began))
+		r.log.Info("index brought level with the store", "from", from, "refs", re.n, "sorted", re.keptOnly,
+			"took", time.Since(began))
 	}
 	r.replayed.Store(int64(re.n))
 	r.kept.start(re.at)
@@ -217,6 +211,8 @@ type replay struct {
 	// leftOut names a ref that the index could not take, of this or an earlier start; empty: there is none.
 	leftOut string
 	unsaid  bool // the index does not have it yet
+	// keptOnly refuses, by errFindAgain, what the index or the blobs would be asked about.
+	keptOnly bool
 }
 
 // leftOutNote keeps leftOut in the index: what such a ref refers to must not be collected.
@@ -228,10 +224,78 @@ const (
 	replayBytes = 8 << 20
 )
 
-func (re *replay) add(ctx context.Context, ref blobstore.PlacedRef) error {
+// run brings what is behind at into the index.
+func (re *replay) run(ctx context.Context) error {
+	sorted, err := re.sorted(ctx)
+	if err != nil {
+		return err
+	}
+	if !sorted {
+		for ref, err := range re.r.refs.Since(ctx, re.at) {
+			if err == nil {
+				err = re.add(ctx, ref)
+			}
+			if err != nil {
+				return err
+			}
+		}
+	}
+	return re.flush(ctx)
+}
+
+// errFindAgain: what was found of a manifest is not known, or by earlier rules, and found again while the index fills.
+var errFindAgain = errors.New("what was found of a manifest is to be found again")
+
+// sorted fills an index that holds nothing from a store of many refs, in order of its rows, at a fraction of the cost of
+// Apply. It does nothing where that can't be.
+func (re *replay) sorted(ctx context.Context) (done bool, err error) {
+	if re.at > 0 {
+		return false, nil
+	}
+	n := 0
+	for _, err := range re.r.refs.Since(ctx, 0) {
+		if n++; err != nil || n > replayOps {
+			break
+		}
+	}
+	if n <= replayOps { // an error is met again
+		return false, nil
+	}
+	all := *re
+	all.keptOnly = true
+	err = re.r.ix.ImportChanges(ctx, re.r.tempDir, all.changes(ctx))
+	if errors.Is(err, index.ErrNotEmpty) || errors.Is(err, errFindAgain) {
+		return false, nil
+	}
+	all.unsaid = true // how far it is
+	*re = all
+	return err == nil, err
+}
+
+// changes yields all refs of the store as changes of the index.
+func (re *replay) changes(ctx context.Context) iter.Seq2[index.Op, error] {
+	return func(yield func(index.Op, error) bool) {
+		for ref, err := range re.r.refs.Since(ctx, re.at) {
+			var op index.Op
+			if err == nil {
+				op, err = re.take(ctx, ref)
+			}
+			clear(re.bases)
+			if err == nil && op == nil {
+				continue
+			}
+			if !yield(op, err) || err != nil {
+				return
+			}
+		}
+	}
+}
+
+// take turns a ref into a change; nil: it is left out.
+func (re *replay) take(ctx context.Context, ref blobstore.PlacedRef) (index.Op, error) {
 	op, err := re.op(ctx, ref.Ref)
 	if err != nil {
-		return fmt.Errorf("%s %s: %w", ref.Repo, ref.Name, err)
+		return nil, fmt.Errorf("%s %s: %w", ref.Repo, ref.Name, err)
 	}
 	re.at = ref.After
 	re.n++
@@ -239,7 +303,15 @@ func (re *replay) add(ctx context.Context, ref blobstore.PlacedRef) error {
 		// One record must not keep the whole store from being served.
 		re.r.log.Error("ref left out of the index", "repository", ref.Repo, "name", ref.Name, "error", err)
 		re.leftOut, re.unsaid = fmt.Sprintf("%.80q of %.80q", ref.Name, ref.Repo), true
-		return nil
+		return nil, nil
+	}
+	return op, nil
+}
+
+func (re *replay) add(ctx context.Context, ref blobstore.PlacedRef) error {
+	op, err := re.take(ctx, ref)
+	if err != nil || op == nil {
+		return err
 	}
 	re.ops, re.bytes = append(re.ops, op), re.bytes+len(ref.Manifest)
 	if len(re.ops) < replayOps && re.bytes < replayBytes {
@@ -279,7 +351,14 @@ func (re *replay) manifest(ctx context.Context, ref blobstore.Ref) (index.Op, er
 	if err != nil {
 		return nil, err
 	}
-	put, err := re.r.recall(ctx, ref, m, re.baseOf)
+	var put index.PutManifest
+	if was, kept := re.r.keptFinding(ref, m); kept && was.Rules >= classify.Rules {
+		put, err = recordOf(ref.Repo, m, ref.Manifest, was)
+	} else if re.keptOnly {
+		err = errFindAgain
+	} else {
+		put, err = re.r.recall(ctx, ref, m, re.baseOf)
+	}
 	if err != nil {
 		return nil, err
 	}

@@ -54,6 +54,7 @@ type Config struct {
 	Access      *access.Gate
 	Log         *slog.Logger
 	Version     string
+	TempDir     string           // folder of the temporary files with which an index is made anew; empty: the system's
 	Lease       time.Duration    // how long a blob that was pushed waits for its manifest; zero: a week
 	VerifyReads bool             // hash blobs that are sent whole, and break off before the end of one that is damaged
 	Clock       func() time.Time // nil: time.Now
@@ -75,6 +76,7 @@ type Registry struct {
 	refs    blobstore.Refs
 	uploads blobstore.Uploads
 	ix      *index.Index
+	tempDir string
 	access  *access.Gate
 	log     *slog.Logger
 	version string
@@ -129,7 +131,7 @@ func New(c Config) (*Registry, error) {
 		return nil, errors.New("registry: config is not complete")
 	}
 	r := &Registry{
-		store: c.Store, refs: c.Refs, uploads: c.Uploads, ix: c.Index, access: c.Access, log: c.Log,
+		store: c.Store, refs: c.Refs, uploads: c.Uploads, ix: c.Index, access: c.Access, log: c.Log, tempDir: c.TempDir,
 		version: c.Version, now: c.Clock, idle: c.IdleTimeout, large: make(chan struct{}, 1), memory: newMemory(),
 		readOnly: c.ReadOnly, observe: c.Observe, metrics: c.Metrics, immutable: c.Immutable,
 	}

@@ -83,7 +83,7 @@ func (p *Parts) complete(ctx context.Context, o Opening) (err error) {
 		}
 	}
 	c.Store, c.Refs, c.Uploads, c.Index, c.Version = st, st, st, p.ix, cli.Version()
-	c.Checked = p.Checked
+	c.Checked, c.TempDir = p.Checked, p.State
 	if p.Registry, err = registry.New(c); err == nil && o.Metrics != nil {
 		o.Metrics.Watch(p.Registry)
 	}
