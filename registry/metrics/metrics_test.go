@@ -205,12 +205,17 @@ func TestWhatIsCounted(t *testing.T) {
 		{2, 100, "kiln_scrub_blobs", nil},
 		{0, 0, "kiln_scrub_findings_total", []string{"verdict=damaged"}},
 		{0, 0, "kiln_scrub_midstates_total", nil},
+		{0, 0, "kiln_unusable_blobs", []string{"verdict=damaged"}},
+		{0, 0, "kiln_unusable_blobs", []string{"verdict=unreadable"}},
 		{1e6, 1e15, "process_resident_memory_bytes", nil},
 		{1, 1e6, "go_goroutines", nil},
 	} {
 		if got := value(f, c.name, c.labels...); got < c.at || got > c.most {
 			t.Errorf("%s %v: %v, want %v to %v", c.name, c.labels, got, c.at, c.most)
 		}
+	}
+	if n := strings.Count(text, "\nkiln_unusable_blobs{verdict="); n != 2 {
+		t.Errorf("unusable blobs have %d samples, want 2", n)
 	}
 	if strings.Contains(text, "secret") {
 		t.Error("a repository is named")

@@ -37,6 +37,9 @@ var (
 	indexAt  = desc("kiln_index_position", "Position of the store up to which the index has them; less: it lags behind.")
 	asideNow = desc("kiln_quarantined_blobs", "Blobs that were set aside as they are damaged.")
 	lostNow  = desc("kiln_missing_blobs", "Blobs that manifests refer to and that the store was found not to have.")
+	badNow   = desc("kiln_unusable_blobs",
+		"Blobs that are in the store and can't be used, by what was found: damaged ones that could not be set aside, and "+
+			"those that could not be read.", "verdict")
 
 	gcEnded = desc("kiln_gc_last_end_timestamp_seconds", "When the last collection ended that ran to its end.")
 	gcTook  = desc("kiln_gc_last_duration_seconds", "How long that collection took.")
@@ -65,7 +68,7 @@ var (
 // Describe implements prometheus.Collector.
 func (s *state) Describe(to chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{
-		received, sent, running, isReady, uploads, refsAt, indexAt, asideNow, lostNow, gcEnded, gcTook, gcBlobs, gcBytes,
+		received, sent, running, isReady, uploads, refsAt, indexAt, asideNow, lostNow, badNow, gcEnded, gcTook, gcBlobs, gcBytes,
 		gcRuns, gcGoneBlobs, gcGoneBytes, allBlobs, allBytes, allFound, allGiven, scrubBegan, scrubEnded, scrubBlobs, scrubBytes,
 		scrubFound,
 	} {
@@ -107,6 +110,8 @@ func (s *state) Collect(to chan<- prometheus.Metric) {
 	o.gauge(isReady, up)
 	o.gauge(asideNow, float64(h.Quarantined))
 	o.gauge(lostNow, float64(h.Missing))
+	o.gauge(badNow, float64(h.Damaged), "damaged")
+	o.gauge(badNow, float64(h.Unreadable), "unreadable")
 	if n, err := s.reg.OpenUploads(ctx); err != nil {
 		s.m.log.Error("metrics: count uploads", "error", err)
 	} else {
