@@ -4,7 +4,8 @@
 //	store.json               says that this is a store, and of which format
 //	blobs/sha256/ab/abcd…    one file per blob, mode 0444, named by its digest
 //	segments/sha256/ab/…     the midstates of blobs of more than 16 MiB, in the form of package lanes
-//	quarantine/abcd…         a damaged blob that was set aside; abcd….json says why
+//	quarantine/abcd…         a damaged blob that was set aside; abcd….json says why; abcd….folder-ID is a folder that
+//	                         somebody had put in its place
 //	uploads/ID.data          the bytes of an open upload
 //	uploads/ID.state         its saved hash state, or alone the receipt of one that became a blob, see state.go
 //	refs.log                 the refs, see frame.go
