@@ -143,6 +143,7 @@ func (b *bench) all() []table {
 		{"farm", registry, own(b.farm)},
 		{"index", nil, own(b.index)},
 		{"find", index, own(b.find)},
+		{"classify", index, own(b.classify)},
 		{"push", both, t.Push},
 		{"pull", both, t.Pull},
 		{"repair", both, t.Repair},
