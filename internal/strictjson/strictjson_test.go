@@ -338,3 +338,28 @@ func TestLimit(t *testing.T) {
 		}
 	}
 }
+
+// What ends the plain part of a string is found wherever it stands, also behind bytes that differ from it in one bit.
+func TestPlain(t *testing.T) {
+	simple := func(b []byte) int {
+		for i, c := range b {
+			if c == '"' || c == '\\' || c < ' ' {
+				return i
+			}
+		}
+		return len(b)
+	}
+	for length := range 20 {
+		for at := range length {
+			for c := range 256 {
+				for _, fill := range []byte{' ', '!', '#', '[', ']', 0x7f, 0x80, 0xa2, 0xdc, 0xff} {
+					b := bytes.Repeat([]byte{fill}, length)
+					b[at] = byte(c)
+					if got, want := plain(b), simple(b); got != want {
+						t.Fatalf("%q: %d, want %d", b, got, want)
+					}
+				}
+			}
+		}
+	}
+}
