@@ -23,6 +23,7 @@ import (
 	"github.com/kiln-registry/kiln-registry/api"
 	"github.com/kiln-registry/kiln-registry/api/client"
 	"github.com/kiln-registry/kiln-registry/identity/lanes"
+	"github.com/kiln-registry/kiln-registry/internal/durable"
 	"github.com/kiln-registry/kiln-registry/transfer/staging"
 )
 
@@ -53,6 +54,11 @@ type Watch interface {
 type File struct {
 	staging.File
 	Damaged string // path of a file whose right segments are used; empty: there is none
+	// Place, if set, is called when the turn of the file comes, and calls fetch with the area that it shall go to: again,
+	// if it likes, after an error, or not at all, if it has the file. Nil: the area of the others.
+	Place func(ctx context.Context, fetch func(area *staging.Area) error) error
+
+	area *staging.Area
 }
 
 // Result says where the bytes came from.
@@ -71,6 +77,7 @@ type fetcher struct {
 	watch Watch
 
 	large    atomic.Int64 // files of more than one part that are not done
+	pieces   chan []byte  // buffers of one read and write each, one for every connection
 	buffers  chan []byte  // of one part each
 	received atomic.Int64
 	resumed  atomic.Int64
@@ -86,7 +93,10 @@ type fetcher struct {
 func Files(ctx context.Context, area *staging.Area, registry Source, files []File, o Options) (Result, error) {
 	f := &fetcher{
 		area: area, pool: newPool(registry, o.Mirrors, o.Jobs), limit: newLimiter(o.Rate), jobs: o.Jobs, watch: o.Watch,
-		buffers: make(chan []byte, parts),
+		pieces: make(chan []byte, o.Jobs), buffers: make(chan []byte, parts),
+	}
+	for _, b := range lanes.Buffers(o.Jobs, durable.PieceSize) {
+		f.pieces <- b
 	}
 	for range parts {
 		f.buffers <- nil
@@ -111,7 +121,7 @@ func (f *fetcher) fetch(ctx context.Context, files []File) error {
 			defer f.count(file, -1)
 			err := context.Cause(ctx)
 			if err == nil {
-				err = f.file(ctx, file)
+				err = f.place(ctx, file)
 			}
 			if errors.Is(err, context.Canceled) {
 				err = context.Cause(ctx)
@@ -152,6 +162,18 @@ func (f *fetcher) fail(file File, err error) {
 
 func (f *fetcher) note(file File, format string, args ...any) {
 	f.watch.Noted(file.Name, file.Name+": "+fmt.Sprintf(format, args...))
+}
+
+// place fetches one file into the area where it shall be.
+func (f *fetcher) place(ctx context.Context, file File) error {
+	fetch := func(area *staging.Area) error {
+		file.area = area
+		return f.file(ctx, file)
+	}
+	if file.Place == nil {
+		return fetch(f.area)
+	}
+	return file.Place(ctx, fetch)
 }
 
 // file fetches one file: in segments if that can be, else in order.

@@ -22,7 +22,7 @@ const (
 // inOrder fetches one file from its start to its end, and once more if it does not match. begun: some of what is there
 // came in this try.
 func (f *fetcher) inOrder(ctx context.Context, file File, begun bool) (err error) {
-	p, err := f.area.Partial(file.Digest, file.Size)
+	p, err := file.area.Partial(file.Digest, file.Size)
 	if err != nil {
 		return err
 	}
@@ -195,10 +195,10 @@ func (d *download) skip(ctx context.Context) error {
 
 // write takes a body up to the end of a part. What came before an error is kept.
 func (d *download) write(r io.Reader, end int64) error {
-	buf := pieces.Get().(*piece)
-	defer pieces.Put(buf)
+	buf := <-d.f.pieces
+	defer func() { d.f.pieces <- buf }()
 	for {
-		n, err := fill(r, buf[:])
+		n, err := fill(r, buf)
 		if werr := d.put(buf[:n]); werr != nil {
 			return werr
 		}

@@ -89,7 +89,3 @@ func fill(r io.Reader, buf []byte) (n int, err error) {
 	}
 	return n, err
 }
-
-type piece [durable.PieceSize]byte
-
-var pieces = sync.Pool{New: func() any { return new(piece) }}

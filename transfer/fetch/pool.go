@@ -304,13 +304,6 @@ func (p *pool) lack(s *source, d identity.Digest) (first bool) {
 	return first
 }
 
-// rate returns the bytes a second of one connection to a source, zero: not known.
-func (p *pool) rate(s *source) float64 {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	return s.rate
-}
-
 // best returns the source that a file that comes from one source is to be asked of: the registry, if no mirror has room.
 func (p *pool) best(d identity.Digest) *source {
 	p.mu.Lock()

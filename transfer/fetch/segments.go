@@ -46,7 +46,7 @@ type segmented struct {
 
 // inSegments fetches a file. errInOrder: what is there is kept, but midstates do not help any more.
 func (f *fetcher) inSegments(ctx context.Context, file File, states *lanes.States) (err error) {
-	segs, err := f.area.Segments(states)
+	segs, err := file.area.Segments(states)
 	if err != nil {
 		return err
 	}
@@ -322,8 +322,8 @@ func (r *run) begin() (err error) {
 
 // copy takes the rest of a segment.
 func (r *run) copy(rc io.Reader) error {
-	buf := pieces.Get().(*piece)
-	defer pieces.Put(buf)
+	buf := <-r.d.f.pieces
+	defer func() { r.d.f.pieces <- buf }()
 	for {
 		off, left := r.seg.Offset()
 		if left == 0 {

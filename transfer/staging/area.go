@@ -27,6 +27,7 @@ import (
 	"time"
 
 	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/identity/lanes"
 	"github.com/kiln-registry/kiln-registry/internal/durable"
 )
 
@@ -49,6 +50,7 @@ var ErrForeign = errors.New("not a folder of this user")
 type Options struct {
 	Notify func(string)  // told what was taken over, one line each; nil: nobody
 	Beat   time.Duration // time between two signs of life; zero: one second
+	Hashes *lanes.Pool   // hashes the bytes of every area that it is given to; nil: the area has one of its own
 	Disk   durable.Disk
 }
 
@@ -67,9 +69,11 @@ type Area struct {
 	boot   string
 	disk   durable.Disk
 	owner  *owner
+	hashes *lanes.Pool
 
-	mu       sync.Mutex // guards verified
+	mu       sync.Mutex // guards the rest
 	verified map[identity.Digest]bool
+	since    time.Time // when the oldest of the files that were taken was verified; zero: none was
 }
 
 // Target returns the canonical form of the path that a folder shall have: absolute, with no symbolic link in it. If the
@@ -147,7 +151,10 @@ func Open(ctx context.Context, target string, o Options) (*Area, error) {
 	if err != nil {
 		return nil, err
 	}
-	a := &Area{target: target, dir: dirOf(target), id: rand.Text(), boot: boot, disk: o.Disk,
+	if o.Hashes == nil {
+		o.Hashes = new(lanes.Pool)
+	}
+	a := &Area{target: target, dir: dirOf(target), id: rand.Text(), boot: boot, disk: o.Disk, hashes: o.Hashes,
 		verified: map[identity.Digest]bool{}}
 	me, err := self(a.id, boot)
 	if err != nil {
@@ -227,8 +234,9 @@ func (a *Area) removeAll(prefix, but string) error {
 	return err
 }
 
-// hash writes a piece to what hashes its stream. Every byte of the area is hashed here.
-func (a *Area) hash(stream io.Writer, b []byte) { stream.Write(b) }
+// hash writes a piece to what hashes its stream. Every byte of the area is hashed here, together with those that come
+// for other streams at the time.
+func (a *Area) hash(stream io.Writer, b []byte) { a.hashes.Write(stream, b) }
 
 // verify notes that the file with a digest is there, whole and right.
 func (a *Area) verify(d identity.Digest) {
