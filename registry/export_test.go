@@ -2,6 +2,7 @@ package registry
 
 import (
 	"iter"
+	"net/http"
 	"strings"
 )
 
@@ -17,3 +18,6 @@ func Routes() iter.Seq2[string, string] {
 		}
 	}
 }
+
+// OneRouter returns a router that tries all routes one after the other.
+func (r *Registry) OneRouter() http.Handler { return routerOf(r, func(string) bool { return true }) }

@@ -70,9 +70,9 @@ var routes = []route{
 
 	{"GET HEAD", "/v1/openapi.yaml", access.Pull, (*Registry).getOpenAPI},
 	{"GET HEAD", "/v1/bases", access.Pull, made((*Registry).getBases)},
-	{"GET HEAD", "/v1/bases/{aggregate}", access.Pull, made((*Registry).getBase)},
-	{"GET HEAD", "/v1/bases/{aggregate}/manifest", access.Pull, made((*Registry).getBaseManifest)},
 	{"GET HEAD", "/v1/bases/{aggregate}/artifacts", access.Pull, made((*Registry).getArtifacts)},
+	{"GET HEAD", "/v1/bases/{aggregate}/manifest", access.Pull, made((*Registry).getBaseManifest)},
+	{"GET HEAD", "/v1/bases/{aggregate}", access.Pull, made((*Registry).getBase)},
 	{"GET HEAD", "/v1/bases/{aggregate}/evals.jsonl", access.Pull, (*Registry).getEvals},
 	{"GET HEAD", "/v1/blobs/{digest}/midstates", access.Pull, made((*Registry).getMidstates)},
 	{"GET HEAD", "/v1/artifacts", access.Pull, made((*Registry).getUnbound)},
@@ -81,18 +81,62 @@ var routes = []route{
 	{"POST", "/v1/compatibility", access.Pull, (*Registry).postCompatibility},
 }
 
-// newRouter looks for a route among those below /v1/ or among all others: mux tries one after the other.
+// newRouter looks for a route among those that may match a path, as far as its ends tell: mux tries one after another.
 func newRouter(r *Registry) http.Handler {
-	ours := func(path string) bool { return strings.HasPrefix(path, "/v1/") }
-	v1 := routerOf(r, ours)
-	others := routerOf(r, func(path string) bool { return !ours(path) })
+	words := map[ends]bool{}
+	for _, rt := range routes {
+		if e := endsOf(rt.path, nil); !strings.HasPrefix(e.last, "{") {
+			words[e] = true
+		}
+	}
+	routers := map[ends]http.Handler{}
+	for _, rt := range routes {
+		e := endsOf(rt.path, words)
+		if routers[e] == nil {
+			routers[e] = routerOf(r, func(path string) bool { return e.may(endsOf(path, words)) })
+		}
+	}
+	none := routerOf(r, func(string) bool { return false })
 	return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
-		if ours(req.URL.Path) {
-			v1.ServeHTTP(w, req)
+		path := req.URL.Path
+		if req.URL.RawPath != "" {
+			path = req.URL.EscapedPath() // as mux sees it; without a RawPath that has the same words
+		}
+		if h := routers[endsOf(path, words)]; h != nil {
+			h.ServeHTTP(w, req)
 			return
 		}
-		others.ServeHTTP(w, req)
+		none.ServeHTTP(w, req)
 	})
+}
+
+// ends are elements of a path: the first one, the last one where a route that begins so has it as a word, else the one
+// before.
+type ends struct {
+	first, last, before string
+	word                bool
+}
+
+// endsOf returns the ends of a path, or of a route's; without words its last element, whatever it is.
+func endsOf(path string, words map[ends]bool) ends {
+	path, rooted := strings.CutPrefix(path, "/")
+	if !rooted {
+		return ends{}
+	}
+	first, _, _ := strings.Cut(path, "/")
+	front, last := "", path
+	if i := strings.LastIndexByte(path, '/'); i >= 0 {
+		front, last = path[:i], path[i+1:]
+	}
+	if e := (ends{first: first, last: last, word: true}); words == nil || words[e] {
+		return e
+	}
+	return ends{first: first, before: front[strings.LastIndexByte(front, '/')+1:]}
+}
+
+// may says whether a route with the ends rt may match a path with those of e.
+func (e ends) may(rt ends) bool {
+	return rt == e || e.word && !rt.word && rt.first == e.first
 }
 
 // routerOf has the routes of some paths, and answers everything else with errors.
@@ -549,45 +593,4 @@ func (w *response) ReadFrom(src io.Reader) (total int64, err error) {
 		}
 	}
 	return total, nil
-}
-
-func (r *Registry) getPing(w *response, q *request) error {
-	// A caller without a name is told to authenticate even where anonymous pulls are allowed: clients decide with this
-	// request whether to send what they have.
-	w.Header().Set("Docker-Distribution-API-Version", "registry/2.0")
-	if !r.access.Open() && q.caller.Name == "" {
-		return api.Errorf(api.CodeUnauthorized, "")
-	}
-	return w.json(q, http.StatusOK, struct{}{})
-}
-
-func (r *Registry) getHealth(w *response, q *request) error {
-	h := r.Health()
-	status := http.StatusOK
-	if h.Status == "maintenance" {
-		status = http.StatusServiceUnavailable
-	}
-	return w.json(q, status, h)
-}
-
-func (r *Registry) getReady(w *response, q *request) error {
-	if s := r.state.Load(); s != ready {
-		return api.Errorf(api.CodeUnavailable, "%s", map[int32]string{starting: "starting", stopping: "stopping"}[s])
-	}
-	return w.json(q, http.StatusOK, struct {
-		Ready bool `json:"ready"`
-	}{true})
-}
-
-// getMetrics answers with the metrics, where they are to be served here.
-func (r *Registry) getMetrics(w *response, q *request) error {
-	if r.metrics == nil {
-		return api.Errorf(api.CodeRouteUnknown, "")
-	}
-	r.metrics.ServeHTTP(w, q.Request)
-	return nil
-}
-
-func (r *Registry) getOpenAPI(w *response, q *request) error {
-	return w.bytes(q, http.StatusOK, "application/yaml", api.OpenAPI())
 }

@@ -353,3 +353,44 @@ func beginning(b []byte) []byte {
 	}
 	return bytes.Clone(b[:manifestPiece])
 }
+
+func (r *Registry) getPing(w *response, q *request) error {
+	// A caller without a name is told to authenticate even where anonymous pulls are allowed: clients decide with this
+	// request whether to send what they have.
+	w.Header().Set("Docker-Distribution-API-Version", "registry/2.0")
+	if !r.access.Open() && q.caller.Name == "" {
+		return api.Errorf(api.CodeUnauthorized, "")
+	}
+	return w.json(q, http.StatusOK, struct{}{})
+}
+
+func (r *Registry) getHealth(w *response, q *request) error {
+	h := r.Health()
+	status := http.StatusOK
+	if h.Status == "maintenance" {
+		status = http.StatusServiceUnavailable
+	}
+	return w.json(q, status, h)
+}
+
+func (r *Registry) getReady(w *response, q *request) error {
+	if s := r.state.Load(); s != ready {
+		return api.Errorf(api.CodeUnavailable, "%s", map[int32]string{starting: "starting", stopping: "stopping"}[s])
+	}
+	return w.json(q, http.StatusOK, struct {
+		Ready bool `json:"ready"`
+	}{true})
+}
+
+// getMetrics answers with the metrics, where they are to be served here.
+func (r *Registry) getMetrics(w *response, q *request) error {
+	if r.metrics == nil {
+		return api.Errorf(api.CodeRouteUnknown, "")
+	}
+	r.metrics.ServeHTTP(w, q.Request)
+	return nil
+}
+
+func (r *Registry) getOpenAPI(w *response, q *request) error {
+	return w.bytes(q, http.StatusOK, "application/yaml", api.OpenAPI())
+}
