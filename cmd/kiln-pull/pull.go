@@ -15,6 +15,7 @@ import (
 
 	"github.com/kiln-registry/kiln-registry/api"
 	"github.com/kiln-registry/kiln-registry/api/client"
+	"github.com/kiln-registry/kiln-registry/cmd/kiln-pull/internal/sources"
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/identity/resume"
 	"github.com/kiln-registry/kiln-registry/internal/cli"
@@ -27,6 +28,7 @@ type pullFlags struct {
 	cli.Flags
 	registry, repo string
 	options        transfer.PullOptions
+	sources        sources.Flags
 
 	withBase, against string // of what was made from a base
 	baseRepo          string // where the base of withBase is looked for; empty: anywhere
@@ -66,7 +68,8 @@ func pullCommand() *cobra.Command {
 	f.Bind(cmd)
 	cmd.Flags().StringVar(&f.registry, "registry", cli.Registry(), "where an AGGREGATE is asked for")
 	cmd.Flags().StringVar(&f.repo, "repo", "", "the repository from which an AGGREGATE, or the base of --with-base, is pulled")
-	cmd.Flags().IntVar(&f.options.Jobs, "jobs", 8, "files, or parts of a file, received at a time")
+	cmd.Flags().IntVar(&f.options.Jobs, "jobs", 8, "files, or parts of a file, received at a time, at most")
+	f.sources.Bind(cmd)
 	cmd.Flags().BoolVar(&f.options.Replace, "replace", false,
 		"replace the folder at DIR, whatever it is; its files that match are used. A folder at --with-base stays")
 	cmd.Flags().BoolVar(&f.options.Repair, "repair", false,
@@ -97,6 +100,12 @@ func (f *pullFlags) pull(ctx context.Context, s source, dir string, stdout, stde
 		return err
 	}
 	defer c.Close()
+	closing, err := f.sources.Apply(&f.options, f.Flags, show.Note)
+	defer closing()
+	if err != nil {
+		show.Close()
+		return err
+	}
 	all, err := f.transfer(ctx, c, s, dir, show)
 	show.Close()
 	var packagings *transfer.PackagingsError
@@ -194,6 +203,7 @@ type pulledJSON struct {
 	Already   bool               `json:"already_there"`
 	Received  int64              `json:"received_bytes"`
 	Resumed   int64              `json:"resumed_bytes"`
+	Adopted   int64              `json:"adopted_bytes,omitzero"` // of files that were there and damaged
 	Reused    int                `json:"reused_files"`
 	Verified  time.Time          `json:"verified_at"`
 }
@@ -203,7 +213,7 @@ func (p pulled) write(w io.Writer, asJSON bool) error {
 	out := pulledJSON{
 		Event: "pulled", Folder: done.Target, Reference: plan.Reference(), Kind: plan.Kind, Aggregate: plan.Aggregate,
 		Files: len(plan.Files), Size: plan.Bytes(), Already: done.Already, Received: done.Received, Resumed: done.Resumed,
-		Reused: done.Reused, Verified: done.Record.Verified, MadeFrom: p.madeFrom(),
+		Adopted: done.Adopted, Reused: done.Reused, Verified: done.Record.Verified, MadeFrom: p.madeFrom(),
 	}
 	if asJSON {
 		return json.NewEncoder(w).Encode(out)

@@ -161,12 +161,17 @@ func (s *source) room() bool { return s.used < s.limit && (!s.mirror || s.rate >
 
 func (s *source) slow(top float64) bool { return s.rate > 0 && s.rate*slowness < top }
 
-// before says whether s is to be asked rather than o: what is not known is found out first.
+// before says whether s is to be asked rather than o: what is not known is found out first, mirrors before the registry.
 func (s *source) before(o *source) bool {
-	if (s.rate == 0) != (o.rate == 0) {
+	switch {
+	case (s.rate == 0) != (o.rate == 0):
 		return s.rate == 0
+	case s.rate > 0:
+		return s.rate > o.rate
+	case s.used != o.used:
+		return s.used < o.used
 	}
-	return s.rate > o.rate
+	return s.mirror && !o.mirror
 }
 
 func (p *pool) wake() {
@@ -304,7 +309,7 @@ func (p *pool) lack(s *source, d identity.Digest) (first bool) {
 	return first
 }
 
-// best returns the source that a file that comes from one source is to be asked of: the registry, if no mirror has room.
+// best returns the source to ask for a whole file: the registry, if no mirror has room.
 func (p *pool) best(d identity.Digest) *source {
 	p.mu.Lock()
 	defer p.mu.Unlock()
