@@ -16,8 +16,6 @@ import (
 	"testing"
 	"time"
 
-	"go.uber.org/goleak"
-
 	"github.com/kiln-registry/kiln-registry/api"
 	"github.com/kiln-registry/kiln-registry/api/client"
 	"github.com/kiln-registry/kiln-registry/identity"
@@ -300,8 +298,6 @@ func get(t *testing.T, dir string, from fetch.Source, o fetch.Options, all []fet
 	}
 	return done, n.String(), nil
 }
-
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 // fast is a disk that is not told to sync: nothing here is about what a power failure leaves.
 var fast = durable.Disk{Fault: func(op durable.Op, _ string, do func() error) error {
