@@ -109,7 +109,7 @@ func (s *site) client(o client.Options) *client.Client {
 }
 
 func isBlob(r *http.Request) bool {
-	return r.Method == http.MethodGet && strings.Contains(r.URL.Path, "/blobs/sha256:")
+	return r.Method == http.MethodGet && strings.HasPrefix(r.URL.Path, "/v2/") && strings.Contains(r.URL.Path, "/blobs/sha256:")
 }
 
 func blobOf(r *http.Request) string { return r.URL.Path[strings.LastIndexByte(r.URL.Path, '/')+1:] }
