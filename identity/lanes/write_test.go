@@ -331,3 +331,32 @@ func TestPool(t *testing.T) {
 		wg.Wait()
 	})
 }
+
+// BenchmarkWrite is about pieces as files are read: 256 KiB each, in Buffers.
+func BenchmarkWrite(b *testing.B) {
+	for _, n := range []int{1, 2, 4, 8, 16} {
+		b.Run(fmt.Sprintf("%d streams", n), func(b *testing.B) {
+			const size = 256 << 10
+			pieces := make([]Piece, n)
+			for i, buf := range Buffers(n, size) {
+				pieces[i] = Piece{identity.NewHash(), buf}
+			}
+			b.SetBytes(int64(n * size))
+			b.ReportAllocs()
+			for b.Loop() {
+				Write(pieces...)
+			}
+		})
+	}
+}
+
+func ExampleWrite() {
+	first, second := identity.NewHash(), identity.NewHash()
+	Write(Piece{first, []byte("one")}, Piece{second, []byte("another")})
+	Write(Piece{first, []byte(" stream")}, Piece{second, []byte(" one")})
+	fmt.Println(identity.DigestOf(first) == identity.Sum([]byte("one stream")))
+	fmt.Println(identity.DigestOf(second) == identity.Sum([]byte("another one")))
+	// Output:
+	// true
+	// true
+}

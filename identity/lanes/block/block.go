@@ -71,8 +71,8 @@ func Names() []string {
 	return names
 }
 
-// Take returns how many of n streams are best taken next, at most Most. One is left to the library; with three streams or
-// more that happens only where nothing can be shared.
+// Take returns how many of n streams are best taken next, at most Most. One is left to the library; with three streams
+// or more that happens only where nothing can be shared.
 func (k Kernel) Take(n int) int {
 	from := fromLibrary
 	if k.shani {

@@ -4,17 +4,17 @@
 
 package block
 
-// shaniX2 takes the state of each of 2 streams through the next n blocks of 64 bytes at its pointer.
+// shaniX2 takes the states of 2 streams through the next n blocks of 64 bytes at their pointers.
 //
 //go:noescape
 func shaniX2(state *[2][8]uint32, p *[2]*byte, n int)
 
-// shaniX3 takes the state of each of 3 streams through the next n blocks of 64 bytes at its pointer.
+// shaniX3 takes the states of 3 streams through the next n blocks of 64 bytes at their pointers.
 //
 //go:noescape
 func shaniX3(state *[3][8]uint32, p *[3]*byte, n int)
 
-// shaniX4 takes the state of each of 4 streams through the next n blocks of 64 bytes at its pointer.
+// shaniX4 takes the states of 4 streams through the next n blocks of 64 bytes at their pointers.
 //
 //go:noescape
 func shaniX4(state *[4][8]uint32, p *[4]*byte, n int)

@@ -13,8 +13,8 @@ var zmm = []reg.VecPhysical{
 	reg.Z26, reg.Z27, reg.Z28, reg.Z29, reg.Z30, reg.Z31,
 }
 
-// avx512 is the kernel over sixteen streams. Register i of the state holds word i of every stream, and so do the sixteen
-// registers of the message schedule; nothing spills.
+// avx512 is the kernel over sixteen streams. Register i of the state holds word i of every stream, and so do the
+// sixteen registers of the message schedule; nothing spills.
 type avx512 struct {
 	*build.Context
 	k, flip Mem

@@ -12,9 +12,8 @@ import (
 // shani writes a kernel of the SHA instructions over some streams.
 //
 // A stream's state is two registers, as SHA256RNDS2 wants it. That instruction takes twice as long as a core needs to
-// start another one, and the message schedule has a longer chain still, so streams are interleaved by four rounds: with
-// four of them the unit of SHA256RNDS2 is always busy. The schedule's last four words stay in a register; the twelve
-// before lie on the stack, as SHA256RNDS2 has only sixteen registers to choose from.
+// start another one, so streams are interleaved by four rounds. SHA256RNDS2 has sixteen registers to choose from: two
+// streams have their message schedules in registers too, more keep all but the last four words on the stack.
 type shani struct {
 	*build.Context
 	streams int
@@ -24,7 +23,9 @@ type shani struct {
 	p       []reg.GPPhysical
 	a, b    []reg.VecPhysical // the state: words a b e f and c d g h
 	last    []reg.VecPhysical // the four words of the schedule that came last
-	free    []reg.VecPhysical
+
+	schedule [][4]reg.VecPhysical // the sixteen words, where nothing spills
+	free     []reg.VecPhysical
 }
 
 var xmm = []reg.VecPhysical{
@@ -55,7 +56,8 @@ func (s *shani) function() {
 	n := s.streams
 	s.Function(fmt.Sprintf("shaniX%d", n))
 	s.Attributes(attr.NOSPLIT)
-	s.Doc(fmt.Sprintf("shaniX%d takes the state of each of %d streams through the next n blocks of 64 bytes at its pointer.", n, n))
+	s.Doc(fmt.Sprintf("shaniX%d takes the states of %d streams through the next n blocks of 64 bytes at their pointers.",
+		n, n))
 	s.Pragma("noescape")
 	s.SignatureExpr(fmt.Sprintf("func(state *[%d][8]uint32, p *[%d]*byte, n int)", n, n))
 	s.registers()
@@ -91,8 +93,18 @@ func (s *shani) registers() {
 	for range s.streams {
 		s.a, s.b = append(s.a, s.take()), append(s.b, s.take())
 	}
-	for range s.streams {
-		s.last = append(s.last, s.take())
+	s.last = make([]reg.VecPhysical, s.streams)
+	if s.spills() {
+		for i := range s.last {
+			s.last[i] = s.take()
+		}
+		return
+	}
+	s.schedule = make([][4]reg.VecPhysical, s.streams)
+	for i := range s.schedule {
+		for j := range s.schedule[i] {
+			s.schedule[i][j] = s.take()
+		}
 	}
 }
 
@@ -147,13 +159,13 @@ func (s *shani) block() {
 		s.VMOVDQA(s.a[i], s.saved(i, 0))
 		s.VMOVDQA(s.b[i], s.saved(i, 1))
 	}
+	for i := range s.streams {
+		if !s.spills() {
+			s.words(i, 0)
+		}
+	}
 	for step := range 16 {
 		for i := range s.streams {
-			if step < 4 {
-				s.read(i, step)
-			} else {
-				s.extend(i, step)
-			}
 			s.rounds(i, step)
 		}
 	}
@@ -164,34 +176,80 @@ func (s *shani) block() {
 	}
 }
 
+// words makes the four words of the schedule that step adds.
+func (s *shani) words(i, step int) {
+	switch {
+	case step < 4:
+		s.read(i, step)
+	case step < 16:
+		s.extend(i, step)
+	}
+}
+
 // read takes four words of the message.
 func (s *shani) read(i, step int) {
-	w := s.last[i]
+	w := s.fresh(i, step)
 	s.VMOVDQU(Mem{Base: s.p[i], Disp: 16 * step}, w)
 	s.PSHUFB(s.flip, w)
-	s.VMOVDQA(w, s.word(i, step))
+	s.keep(i, step, w)
 }
 
 // extend makes four words of the schedule of the sixteen before.
 func (s *shani) extend(i, step int) {
-	last, w, t := s.last[i], s.take(), s.take()
-	s.VMOVDQA(s.word(i, step), w)
-	s.SHA256MSG1(s.word(i, step+1), w)
-	s.VPALIGNR(Imm(4), s.word(i, step+2), last, t)
-	s.VPADDD(t, w, w)
-	s.SHA256MSG2(last, w)
-	if step < 15 {
-		s.VMOVDQA(w, s.word(i, step))
+	w, t := s.fresh(i, step), s.take()
+	if s.spills() {
+		s.VMOVDQA(s.word(i, step), w)
 	}
+	s.SHA256MSG1(s.old(i, step-3), w)
+	s.VPALIGNR(Imm(4), s.old(i, step-2), s.last[i], t)
+	s.VPADDD(t, w, w)
+	s.SHA256MSG2(s.last[i], w)
 	s.give(t)
-	s.give(last)
+	s.keep(i, step, w)
+}
+
+// spills: the schedules of two streams have room in registers.
+func (s *shani) spills() bool { return s.streams > 2 }
+
+// old is where the words of an earlier step are, of the last four.
+func (s *shani) old(i, step int) Op {
+	if s.spills() {
+		return s.word(i, step)
+	}
+	return s.schedule[i][step%4]
+}
+
+// fresh is a register for the words of a step. Without spills it still holds those of four steps before.
+func (s *shani) fresh(i, step int) reg.VecPhysical {
+	if s.spills() {
+		return s.take()
+	}
+	return s.schedule[i][step%4]
+}
+
+// keep makes w the last words.
+func (s *shani) keep(i, step int, w reg.VecPhysical) {
+	if s.spills() {
+		if step < 15 {
+			s.VMOVDQA(w, s.word(i, step))
+		}
+		s.give(s.last[i])
+	}
 	s.last[i] = w
 }
 
-// rounds are four rounds of the stream.
+// rounds are four rounds of the stream. Two streams are just enough to keep SHA256RNDS2 busy, so that nothing makes up
+// for a schedule that is late: the words of their next step are made early, between the halves of this one, the second
+// of which has to wait for the first anyway. With more streams it is better to make words right before they are used.
 func (s *shani) rounds(i, step int) {
+	if s.spills() {
+		s.words(i, step)
+	}
 	s.VPADDD(s.k.Offset(16*step), s.last[i], reg.X0)
 	s.SHA256RNDS2(reg.X0, s.a[i], s.b[i])
 	s.PSHUFD(Imm(0x0e), reg.X0, reg.X0)
+	if !s.spills() {
+		s.words(i, step+1)
+	}
 	s.SHA256RNDS2(reg.X0, s.b[i], s.a[i])
 }
