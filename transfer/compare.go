@@ -195,7 +195,8 @@ func folderSide(ctx context.Context, name string, o folder.Options, w Watch) (Si
 
 // in says in which folder something went wrong, unless the error says so itself.
 func in(dir string, err error) error {
-	if errors.As(err, new(*fs.PathError)) || errors.As(err, new(*folder.KindError)) {
+	if errors.As(err, new(*fs.PathError)) || errors.As(err, new(*folder.KindError)) ||
+		errors.As(err, new(*folder.PartialError)) {
 		return err
 	}
 	return fmt.Errorf("%s: %w", dir, err)

@@ -20,6 +20,7 @@ const (
 	PhaseUpload   = "upload"
 	PhaseDownload = "download"
 	PhaseVerify   = "verify"
+	PhaseCopy     = "copy" // from a cache on another filesystem, or to a file that must have its bytes alone
 )
 
 // Event is one step of a transfer.

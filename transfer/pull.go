@@ -7,15 +7,19 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
+	"path"
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"syscall"
 
 	"github.com/kiln-registry/kiln-registry/api"
 	"github.com/kiln-registry/kiln-registry/api/client"
 	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/transfer/cache"
 	"github.com/kiln-registry/kiln-registry/transfer/fetch"
+	"github.com/kiln-registry/kiln-registry/transfer/folder"
 	"github.com/kiln-registry/kiln-registry/transfer/staging"
 )
 
@@ -78,11 +82,12 @@ func (e *UnavailableError) Unwrap() error { return api.ErrBlobUnknown }
 
 // PullOptions says how to pull. The zero value is ready to use.
 type PullOptions struct {
-	Jobs    int      // files, or parts of a file, received at a time, at most; zero: 8
-	Rate    int64    // bytes received a second, at most; zero: no bound
-	Mirrors []Mirror // where bytes may come from too; they are asked for nothing else, and believed nothing
-	Replace bool     // replace whatever folder is at the target; files in it that match are used
-	Repair  bool     // the folder at the target has no record; use its files that match and replace those that do not
+	Jobs    int          // files, or parts of a file, received at a time, at most; zero: 8
+	Rate    int64        // bytes received a second, at most; zero: no bound
+	Mirrors []Mirror     // where bytes may come from too; they are asked for nothing else, and believed nothing
+	Replace bool         // replace whatever folder is at the target; files in it that match are used
+	Repair  bool         // the folder at the target has no record; use its files that match and replace those that do not
+	Cache   *cache.Cache // where files are looked for first, and what is received is kept; nil: nowhere
 	Watch   Watch
 	Staging staging.Options // its Notify is set from Watch if it is nil
 }
@@ -96,13 +101,24 @@ type Pulled struct {
 	Resumed  int64  // bytes that an earlier, interrupted pull had received
 	Adopted  int64  // bytes of files that were there already and damaged
 	Reused   int    // files that were there already and matched
+
+	Cached      int   // files that were in the cache, or were received for it by another pull meanwhile
+	CachedBytes int64 // of those
+	Copied      int64 // bytes that could not be linked to those in the cache, and were copied and hashed
 }
 
 // Pull makes dir the folder of an artifact: whole and verified, or not at all. What an interrupted pull received is kept
 // beside dir and used by the next one; every byte is hashed once, as it is written. A folder that is there already is
 // left, if it is that of the artifact and was not touched since it was verified. Damage to a folder that was pulled is
-// repaired, in a folder beside it: of a file whose midstates the registry has, what matches is copied. Any other folder that is not empty is ErrOccupied. The files of a checkpoint get no second name, and one
-// that has one is fetched anew.
+// repaired, in a folder beside it: of a file whose midstates the registry has, what matches is copied. Any other folder
+// that is not empty is ErrOccupied. The files of a checkpoint get no second name, and one that has one is fetched anew.
+//
+// With a Cache, a file that it has is not received, and what is received is kept there. Files are then links to those of
+// the cache, of mode 0444, where the filesystem can; those of a checkpoint share at most blocks. The folder counts as
+// verified when the oldest of its files was.
+//
+// A plan of some files makes a folder that is marked as such, and is no base. Another plan of some files of the same
+// artifact adds to it, and the plan of all completes it.
 //
 // The errors are staging.ErrBusy, staging.ErrCollides, staging.ErrForeign, staging.ErrLost, ErrOccupied, ErrTarget, *SpaceError,
 // *UnavailableError and *FetchError. After each of them dir is as it was.
@@ -130,6 +146,82 @@ func Pull(ctx context.Context, c *client.Client, plan Plan, dir string, o PullOp
 	return p.done, errors.Join(err, p.area.Close())
 }
 
+// OnlyError: a pattern names no file of an artifact, or is none.
+type OnlyError struct {
+	Pattern string
+	Names   []string // of all files
+	Err     error    // what is wrong with the pattern; nil: it names nothing
+}
+
+// Error names the files.
+func (e *OnlyError) Error() string {
+	if e.Err != nil {
+		return fmt.Sprintf("pattern %.200q: %v", e.Pattern, e.Err)
+	}
+	return fmt.Sprintf("no file is called %.200q; there are %s", e.Pattern, some(e.Names))
+}
+
+// Only returns the plan of the files whose names match one of several patterns, as path.Match reads them; one without a
+// slash is about the last element of a name. What is left of a base is none. *OnlyError.
+func (p Plan) Only(patterns []string) (Plan, error) {
+	want := map[string]bool{}
+	for _, pattern := range patterns {
+		e := &OnlyError{Pattern: pattern}
+		matched := false
+		for _, f := range p.Files {
+			name := f.Name
+			if !strings.Contains(pattern, "/") {
+				name = path.Base(name)
+			}
+			ok, err := path.Match(pattern, name)
+			if err != nil {
+				e.Err = err
+				return Plan{}, e
+			}
+			if ok {
+				want[f.Name], matched = true, true
+			}
+			e.Names = append(e.Names, f.Name)
+		}
+		if !matched {
+			return Plan{}, e
+		}
+	}
+	return p.part(want), nil
+}
+
+// part returns the plan of some of the files.
+func (p Plan) part(want map[string]bool) Plan {
+	if len(want) == len(p.Files) {
+		return p
+	}
+	whole := p
+	p.whole, p.PartOf = &whole, len(p.Files)
+	p.Files = slices.DeleteFunc(slices.Clone(p.Files), func(f staging.File) bool { return !want[f.Name] })
+	p.Aggregate, p.Base, p.NoBase = identity.Aggregate{}, identity.Manifest{}, errors.New(folder.Part(p.Record))
+	return p
+}
+
+// with adds to a plan of some files those of the same artifact that the folder has already.
+func (p Plan) with(r *staging.Record) Plan {
+	switch {
+	case p.whole == nil || r == nil || r.Manifest != p.Manifest:
+		return p
+	case r.PartOf == 0:
+		return *p.whole
+	}
+	want := map[string]bool{}
+	for _, f := range slices.Concat(p.Files, r.Files) {
+		want[f.Name] = true
+	}
+	return p.whole.part(want)
+}
+
+// completes says whether a record is that of a pull of some of the files.
+func (p Plan) completes(r *staging.Record) bool {
+	return r != nil && r.PartOf > 0 && r.Manifest == p.Manifest
+}
+
 // pull is one Pull under way.
 type pull struct {
 	plan     Plan
@@ -141,6 +233,7 @@ type pull struct {
 	extra    []string                   // those that are not part of the artifact
 	use      []staging.File             // those that may be the ones wanted
 	damaged  map[identity.Digest]string // paths of those that turned out not to be
+	mu       sync.Mutex                 // guards Cached, CachedBytes and Copied of done
 	done     Pulled
 }
 
@@ -185,10 +278,12 @@ func (p *pull) look() error {
 	if err != nil {
 		return err
 	}
-	ours := known.Complete != nil && known.Complete.Same(p.plan.Record)
+	p.plan = p.plan.with(known.Complete)
+	same := known.Complete != nil && known.Complete.Same(p.plan.Record)
+	ours := same || p.plan.completes(known.Complete)
 	p.occupied = true
 	p.find(there)
-	if ours && len(p.extra) == 0 && untouched(known.Complete, there) {
+	if same && len(p.extra) == 0 && untouched(known.Complete, there) {
 		p.done.Already, p.done.Record = true, *known.Complete
 		return nil
 	}
@@ -253,8 +348,7 @@ func list(dir string) (map[string]fs.FileInfo, error) {
 
 func untouched(r *staging.Record, there map[string]fs.FileInfo) bool {
 	return !slices.ContainsFunc(r.Files, func(f staging.File) bool {
-		fi := there[f.Name]
-		return fi == nil || f.Stat == nil || staging.StatOf(fi) != *f.Stat
+		return !f.Untouched(there[f.Name])
 	})
 }
 
@@ -327,27 +421,27 @@ func (p *pull) adopt(ctx context.Context) (map[identity.Digest]bool, error) {
 
 // fetch receives what is missing, if there is room for it.
 func (p *pull) fetch(ctx context.Context, have map[identity.Digest]bool) error {
-	var files []staging.File
-	var need int64
+	var files []fetch.File
 	for _, f := range p.plan.Files {
 		if have[f.Digest] {
 			continue
 		}
 		have[f.Digest] = true
-		files = append(files, f)
-		need += p.area.Missing(f.Digest, f.Size)
+		there, err := p.cached(ctx, f)
+		if err != nil {
+			return err
+		}
+		if !there {
+			files = append(files, fetch.File{File: f, Damaged: p.damaged[f.Digest], Place: p.through(f)})
+		}
 	}
-	free, err := p.area.Free()
-	if err != nil {
+	if err := p.room(files); err != nil {
 		return err
-	}
-	if need > free {
-		return &SpaceError{filepath.Dir(p.done.Target), need, free}
 	}
 	if err := p.available(ctx, files); err != nil {
 		return err
 	}
-	done, err := fetch.Files(ctx, p.area, fetch.Source{Client: p.c, Repo: p.plan.Repository}, p.wanted(files), fetch.Options{
+	done, err := fetch.Files(ctx, p.area, fetch.Source{Client: p.c, Repo: p.plan.Repository}, files, fetch.Options{
 		Jobs: p.o.Jobs, Rate: p.o.Rate, Mirrors: p.mirrors(), Watch: received{p.o.Watch},
 	})
 	p.done.Received, p.done.Resumed, p.done.Adopted = done.Received, done.Resumed, done.Adopted
@@ -358,11 +452,17 @@ func (p *pull) fetch(ctx context.Context, have map[identity.Digest]bool) error {
 	return err
 }
 
-func (p *pull) wanted(files []staging.File) (all []fetch.File) {
+// room checks that the disk has it.
+func (p *pull) room(files []fetch.File) error {
+	var need int64
 	for _, f := range files {
-		all = append(all, fetch.File{File: f, Damaged: p.damaged[f.Digest]})
+		need += p.area.Missing(f.Digest, f.Size)
 	}
-	return all
+	free, err := p.area.Free()
+	if err == nil && need > free {
+		err = &SpaceError{filepath.Dir(p.done.Target), need, free}
+	}
+	return err
 }
 
 func (p *pull) mirrors() (all []Mirror) {
@@ -394,7 +494,7 @@ func (r received) Noted(file, note string) { r.watch.tell(Event{Step: Noted, Fil
 
 // available asks whether the registry can give the shards among files. One that does not know, as it is none of this
 // project, will tell when it is asked for the bytes.
-func (p *pull) available(ctx context.Context, files []staging.File) error {
+func (p *pull) available(ctx context.Context, files []fetch.File) error {
 	if p.plan.Aggregate.IsZero() || len(files) == 0 {
 		return nil
 	}
@@ -402,9 +502,12 @@ func (p *pull) available(ctx context.Context, files []staging.File) error {
 	if err != nil {
 		return context.Cause(ctx)
 	}
-	bad := slices.DeleteFunc(slices.Clone(files), func(f staging.File) bool {
-		return !slices.Contains(base.UnavailableShards, f.Digest)
-	})
+	var bad []staging.File
+	for _, f := range files {
+		if slices.Contains(base.UnavailableShards, f.Digest) {
+			bad = append(bad, f.File)
+		}
+	}
 	if len(bad) == 0 {
 		return nil
 	}

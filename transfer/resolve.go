@@ -39,6 +39,7 @@ type Plan struct {
 	NoBase  error             // why Base is zero; else nil
 	Claim   string            // what its annotation says about its base, unchecked; empty: nothing
 	Subject identity.Digest   // the manifest that it refers to; zero: none
+	whole   *Plan             // of all files, where this one is of some; else nil
 }
 
 // Bytes returns the size of all files.

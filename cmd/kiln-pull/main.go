@@ -47,8 +47,10 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 		Args:    cobra.NoArgs,
 	}
 	for _, cmd := range commands() {
-		run := cmd.RunE
-		cmd.RunE = func(cmd *cobra.Command, args []string) error { return explain(run(cmd, args)) }
+		for _, c := range append(cmd.Commands(), cmd) {
+			run := c.RunE
+			c.RunE = func(cmd *cobra.Command, args []string) error { return explain(run(cmd, args)) }
+		}
 		root.AddCommand(cmd)
 	}
 	root.AddCommand(cli.VersionCommand())
@@ -134,6 +136,7 @@ func explain(err error) error {
 	var elsewhere *transfer.ElsewhereError
 	var odd *transfer.AggregateError
 	var rule *safetensors.Error
+	var part *folder.PartialError
 	code, hint := 0, ""
 	switch {
 	case errors.Is(err, staging.ErrBusy):
@@ -172,6 +175,8 @@ func explain(err error) error {
 		code, hint = cli.CodeNotFound, "name one of them with --repo, or none"
 	case errors.Is(err, api.ErrAggregateUnknown):
 		code, hint = cli.CodeNotFound, unknownBase
+	case errors.As(err, &part):
+		code, hint = cli.CodeBadInput, part.Hint()
 	case errors.As(err, &rule) && rule.Code == safetensors.CodeNoShards:
 		code, hint = cli.CodeBadInput, "name the folder that holds the model's *.safetensors files"
 	case errors.As(err, &rule) && rule.Code == safetensors.CodeSymlink:

@@ -37,6 +37,7 @@ func TestScripts(t *testing.T) {
 		"rot": rot,
 	}
 	maps.Copy(cmds, madeCommands)
+	maps.Copy(cmds, cacheCommands)
 	testscript.Run(t, testscript.Params{
 		Dir:  "testdata",
 		Cmds: cmds,
@@ -235,7 +236,9 @@ func turn(ts *testscript.TestScript, _ bool, args []string) {
 func largestPart(ts *testscript.TestScript) (largest int64) {
 	parts, err := filepath.Glob(ts.MkAbs(".*.kiln/parts-*/*"))
 	ts.Check(err)
-	for _, path := range parts {
+	cached, err := filepath.Glob(ts.MkAbs("cache/partial/.*.kiln/parts-*/*"))
+	ts.Check(err)
+	for _, path := range append(parts, cached...) {
 		if fi, err := os.Stat(path); err == nil {
 			largest = max(largest, fi.Size())
 		}

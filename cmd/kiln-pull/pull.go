@@ -15,12 +15,14 @@ import (
 
 	"github.com/kiln-registry/kiln-registry/api"
 	"github.com/kiln-registry/kiln-registry/api/client"
+	"github.com/kiln-registry/kiln-registry/cmd/kiln-pull/internal/caching"
 	"github.com/kiln-registry/kiln-registry/cmd/kiln-pull/internal/sources"
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/identity/resume"
 	"github.com/kiln-registry/kiln-registry/internal/cli"
 	"github.com/kiln-registry/kiln-registry/internal/cli/progress"
 	"github.com/kiln-registry/kiln-registry/transfer"
+	"github.com/kiln-registry/kiln-registry/transfer/folder"
 	"github.com/kiln-registry/kiln-registry/transfer/made"
 )
 
@@ -29,6 +31,8 @@ type pullFlags struct {
 	registry, repo string
 	options        transfer.PullOptions
 	sources        sources.Flags
+	cache          string   // a folder; empty: none
+	only           []string // patterns of names; none: all files
 
 	withBase, against string // of what was made from a base
 	baseRepo          string // where the base of withBase is looked for; empty: anywhere
@@ -46,7 +50,9 @@ func pullCommand() *cobra.Command {
 			"A folder that is already that of the model is left as it is; one that was damaged since is repaired.\n\n" +
 			"An adapter, checkpoint, eval or receipt is named by a REF. --with-base pulls the base that it was made from\n" +
 			"too, under the file names that it recorded. --against refuses one that was made from another base. A\n" +
-			"checkpoint needs a DIR called *.kiln-checkpoint, and its files never share their bytes with other names.",
+			"checkpoint needs a DIR called *.kiln-checkpoint, and its files never share their bytes with other names.\n\n" +
+			"With --cache, a file that is in the cache is linked and not received, and pulls at the same time receive it\n" +
+			"once. --only pulls some files; a later pull adds to them, and one without --only completes the folder.",
 		Example: "  kiln-pull pull 127.0.0.1:5000/team/model:v1 ./model\n" +
 			"  kiln-pull pull 127.0.0.1:5000/team/sql:v1 ./sql --with-base ./model\n" +
 			"  kiln-pull pull 127.0.0.1:5000/team/sql:v1 ./sql --against http://127.0.0.1:8420",
@@ -70,6 +76,9 @@ func pullCommand() *cobra.Command {
 	cmd.Flags().StringVar(&f.repo, "repo", "", "the repository from which an AGGREGATE, or the base of --with-base, is pulled")
 	cmd.Flags().IntVar(&f.options.Jobs, "jobs", 8, "files, or parts of a file, received at a time, at most")
 	f.sources.Bind(cmd)
+	caching.Bind(cmd, &f.cache)
+	cmd.Flags().StringArrayVar(&f.only, "only", nil,
+		"PATTERN of file names, as '*.json', to pull only some files; may be repeated. What is pulled so is no base")
 	cmd.Flags().BoolVar(&f.options.Replace, "replace", false,
 		"replace the folder at DIR, whatever it is; its files that match are used. A folder at --with-base stays")
 	cmd.Flags().BoolVar(&f.options.Repair, "repair", false,
@@ -103,6 +112,10 @@ func (f *pullFlags) pull(ctx context.Context, s source, dir string, stdout, stde
 	closing, err := f.sources.Apply(&f.options, f.Flags, show.Note)
 	defer closing()
 	if err != nil {
+		show.Close()
+		return err
+	}
+	if f.options.Cache, err = caching.Open(f.cache, show.Note); err != nil {
 		show.Close()
 		return err
 	}
@@ -141,6 +154,9 @@ func (f *pullFlags) transfer(ctx context.Context, c *client.Client, s source, di
 	if err != nil {
 		return nil, err
 	}
+	if plan, err = f.some(plan); err != nil {
+		return nil, err
+	}
 	done, err := f.fetch(ctx, c, plan, dir, f.options, show)
 	if err == nil && plan.Kind == api.KindCheckpoint {
 		err = made.CheckFolder(done.Target, done.Record)
@@ -159,6 +175,23 @@ func (f *pullFlags) transfer(ctx context.Context, c *client.Client, s source, di
 		return nil, fmt.Errorf("%s is pulled; its base is not: %w", dir, err)
 	}
 	return append(all, pulled{*base, done, nil}), nil
+}
+
+// some returns the plan of the files that --only names.
+func (f *pullFlags) some(plan transfer.Plan) (transfer.Plan, error) {
+	switch {
+	case len(f.only) == 0:
+		return plan, nil
+	case f.withBase != "":
+		return plan, cli.Usagef("--only does not go with --with-base: pull the base by itself")
+	case plan.Kind == api.KindCheckpoint:
+		return plan, cli.Usagef("--only: %s is a checkpoint, which is pulled whole", plan.Reference())
+	}
+	part, err := plan.Only(f.only)
+	if err != nil {
+		err = cli.Exit(cli.CodeUsage, fmt.Errorf("--only: %w", err))
+	}
+	return part, err
 }
 
 func (f *pullFlags) fetch(ctx context.Context, c *client.Client, plan transfer.Plan, dir string, o transfer.PullOptions,
@@ -205,14 +238,20 @@ type pulledJSON struct {
 	Resumed   int64              `json:"resumed_bytes"`
 	Adopted   int64              `json:"adopted_bytes,omitzero"` // of files that were there and damaged
 	Reused    int                `json:"reused_files"`
+	Cached    int                `json:"cached_files"`
+	FromCache int64              `json:"cached_bytes"`
+	Copied    int64              `json:"copied_bytes"` // of those from the cache; the others are links
+	PartOf    int                `json:"part_of_files,omitzero"`
 	Verified  time.Time          `json:"verified_at"`
 }
 
 func (p pulled) write(w io.Writer, asJSON bool) error {
 	plan, done := p.plan, p.done
 	out := pulledJSON{
-		Event: "pulled", Folder: done.Target, Reference: plan.Reference(), Kind: plan.Kind, Aggregate: plan.Aggregate,
-		Files: len(plan.Files), Size: plan.Bytes(), Already: done.Already, Received: done.Received, Resumed: done.Resumed,
+		Event: "pulled", Folder: done.Target, Reference: plan.Reference(), Kind: plan.Kind,
+		Aggregate: done.Record.Aggregate, Files: len(done.Record.Files), Size: transfer.Plan{Record: done.Record}.Bytes(),
+		PartOf: done.Record.PartOf, Cached: done.Cached, FromCache: done.CachedBytes, Copied: done.Copied,
+		Already: done.Already, Received: done.Received, Resumed: done.Resumed,
 		Adopted: done.Adopted, Reused: done.Reused, Verified: done.Record.Verified, MadeFrom: p.madeFrom(),
 	}
 	if asJSON {
@@ -224,6 +263,8 @@ func (p pulled) write(w io.Writer, asJSON bool) error {
 	switch {
 	case out.MadeFrom != nil:
 		fmt.Fprintf(t, "made from\t%s\n", client.Escape(out.MadeFrom.line()))
+	case out.PartOf > 0:
+		fmt.Fprintf(t, "aggregate\tnone: %s\n", folder.Part(done.Record))
 	case out.Aggregate.IsZero():
 		fmt.Fprintf(t, "aggregate\tnone: %v\n", plan.NoBase)
 	default:
@@ -235,13 +276,25 @@ func (p pulled) write(w io.Writer, asJSON bool) error {
 	case out.Already:
 		fmt.Fprintf(t, "state\talready there, verified at %s\n", at)
 	default:
-		fmt.Fprintf(t, "state\tpulled, verified at %s: %s received, %s resumed, %s reused\n", at,
-			cli.Bytes(out.Received), cli.Bytes(out.Resumed), files(out.Reused))
+		fmt.Fprintf(t, "state\tpulled, verified at %s: %s received, %s resumed, %s reused%s\n", at,
+			cli.Bytes(out.Received), cli.Bytes(out.Resumed), files(out.Reused), out.cached())
 	}
 	if out.MadeFrom != nil && !out.MadeFrom.Aggregate.IsZero() {
 		fmt.Fprintf(t, "not proven\t%s\n", resume.NotProven)
 	}
 	return t.Flush()
+}
+
+// cached says what came from the cache.
+func (p pulledJSON) cached() string {
+	if p.Cached == 0 {
+		return ""
+	}
+	how := "linked"
+	if p.Copied > 0 {
+		how = cli.Bytes(p.Copied) + " of it copied"
+	}
+	return fmt.Sprintf(", %s cached (%s, %s)", files(p.Cached), cli.Bytes(p.FromCache), how)
 }
 
 // writePackagings lists the choice and what it is about.

@@ -60,6 +60,7 @@ type verdict struct {
 	Match     bool               `json:"match"`
 	Aggregate identity.Aggregate `json:"aggregate_sha256,omitzero"` // of the folder, where it was computed or matched
 	Note      string             `json:"note,omitempty"`
+	PartOf    int                `json:"part_of_files,omitzero"` // the folder is a partial pull; zero: it is none
 	transfer.Verified
 	unknown bool // which files differ
 }
@@ -86,6 +87,7 @@ func (f *verifyFlags) verify(ctx context.Context, dir string, stdout, stderr io.
 	if err != nil {
 		return err
 	}
+	v.partial()
 	if err := v.write(stdout, f.JSON); err != nil {
 		return err
 	}
@@ -259,6 +261,16 @@ func (f *verifyFlags) aggregate(ctx context.Context, s source, known staging.Rec
 	return nil
 }
 
+// partial refuses a folder that is a part of what was pulled, whatever it was compared with.
+func (v *verdict) partial() {
+	var part *folder.PartialError
+	if !errors.As(folder.CheckPartial(v.Folder), &part) {
+		return
+	}
+	v.PartOf, v.Match, v.Aggregate = part.Record.PartOf, false, identity.Aggregate{}
+	v.Note = folder.Part(part.Record) + "; it is no base, whatever matches"
+}
+
 // refused adds what a rule says of the folder.
 func (v *verdict) refused(rule *safetensors.Error) {
 	if rule.File != "" {
@@ -344,6 +356,8 @@ func (v verdict) write(w io.Writer, asJSON bool) error {
 		fmt.Fprintf(t, "state\tverified at %s: %s, %s\n", time.Now().UTC().Format(time.RFC3339), files(v.Files), cli.Bytes(v.Bytes))
 	case v.unknown:
 		fmt.Fprintf(t, "state\tdiffers\n")
+	case v.PartOf > 0 && len(v.Findings) == 0:
+		fmt.Fprintf(t, "state\tpartial: %s, %s\n", plural(v.Files, "file matches", "files match"), cli.Bytes(v.Bytes))
 	default:
 		fmt.Fprintf(t, "state\tdiffers: %s, %s\n", plural(v.Files, "file matches", "files match"),
 			plural(len(v.Findings), "does not", "do not"))

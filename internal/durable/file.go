@@ -183,6 +183,23 @@ func (d Disk) Clone(src *os.File, path string, mode fs.FileMode) (*File, error) 
 	return f, nil
 }
 
+// Reflink makes a new file at path that shares the blocks of src. It is not synced. errors.ErrUnsupported: the filesystem
+// can't, and nothing is at path.
+func (d Disk) Reflink(src *os.File, path string, mode fs.FileMode) (*File, error) {
+	f, err := d.OpenFile(path, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
+	if err != nil {
+		return nil, err
+	}
+	err = d.do(OpWrite, path, func() error { return clone(f.f, src) })
+	if err == nil {
+		err = f.Chmod(mode)
+	}
+	if err != nil {
+		return nil, errors.Join(err, f.Discard())
+	}
+	return f, nil
+}
+
 func (f *File) fill(src *os.File, mode fs.FileMode) error {
 	if err := f.d.do(OpWrite, f.Name(), func() error { return clone(f.f, src) }); err != nil {
 		if !errors.Is(err, errors.ErrUnsupported) {

@@ -64,7 +64,7 @@ type Folder struct {
 
 // Open lists dir, follows links if o says so, and selects the shards and the files beside them. No shard is read yet. A
 // rule that is broken gives a *safetensors.Error, which a *KindError is too: so is told what is an adapter, a checkpoint
-// or an eval. A folder that can't be read gives a *fs.PathError.
+// or an eval; and a *PartialError. A folder that can't be read gives a *fs.PathError.
 func Open(dir string, o Options) (*Folder, error) {
 	real, err := filepath.EvalSymlinks(dir)
 	var found []fs.DirEntry
@@ -73,6 +73,9 @@ func Open(dir string, o Options) (*Folder, error) {
 	}
 	if wrong := CheckKind(dir, api.KindBase); wrong != nil {
 		return nil, wrong
+	}
+	if part := CheckPartial(dir); part != nil {
+		return nil, part
 	}
 	if path := (*fs.PathError)(nil); errors.As(err, &path) {
 		return nil, &fs.PathError{Op: "read folder", Path: dir, Err: path.Err}

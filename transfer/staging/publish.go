@@ -74,7 +74,8 @@ func (a *Area) Publish(r Record, replace bool) (Record, error) {
 	return a.Confirm(r)
 }
 
-// Confirm records that the folder at the target is r, and was verified just now. Parts are removed: what they hold is in
+// Confirm records that the folder at the target is r, and was verified just now, or when the oldest of what was taken
+// was. Parts are removed: what they hold is in
 // that folder, or not needed any more.
 func (a *Area) Confirm(r Record) (Record, error) {
 	err := errors.Join(a.removeAll(oldPrefix, ""), a.removeAll(stagePrefix, ""), a.removeAll(partsPrefix, ""))
@@ -87,10 +88,12 @@ func (a *Area) Confirm(r Record) (Record, error) {
 		if err != nil {
 			return r, err
 		}
-		s := StatOf(fi)
-		r.Files[i].Stat = &s
+		r.Files[i].Stat = lasting(fi)
 	}
 	r.Verified = time.Now().UTC().Truncate(time.Second)
+	if !a.since.IsZero() && a.since.Before(r.Verified) {
+		r.Verified = a.since
+	}
 	if err := a.Held(); err != nil {
 		return r, err
 	}

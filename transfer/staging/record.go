@@ -25,6 +25,7 @@ type Record struct {
 	Manifest   identity.Digest    `json:"manifest_digest"`
 	Aggregate  identity.Aggregate `json:"aggregate_sha256,omitzero"` // zero: the artifact has no base identity
 	Verified   time.Time          `json:"verified_at,omitzero"`      // when every file was last known to match
+	PartOf     int                `json:"part_of_files,omitzero"`    // files of the artifact, if not all are wanted; else zero
 	Files      []File             `json:"files"`                     // in ascending order of name
 }
 
@@ -36,7 +37,9 @@ type File struct {
 	Stat   *Stat           `json:"stat,omitempty"` // the file as it was when Verified was set
 }
 
-// Stat tells whether a file was touched since: a write changes at least the change time.
+// Stat tells whether a file was touched since: a write changes at least the change time. Of a file that nobody may write
+// to and that has several names, as those in a cache have, the change time is zero and says nothing: each new name
+// changes it. A write changes its time of modification, unless that is put back on purpose.
 type Stat struct {
 	Dev   uint64 `json:"dev"`
 	Ino   uint64 `json:"ino"`
@@ -49,6 +52,27 @@ type Stat struct {
 func StatOf(fi fs.FileInfo) Stat {
 	s := fi.Sys().(*syscall.Stat_t)
 	return Stat{uint64(s.Dev), s.Ino, s.Size, s.Mtim.Nano(), s.Ctim.Nano()}
+}
+
+// lasting is the Stat to keep of a file.
+func lasting(fi fs.FileInfo) *Stat {
+	s := StatOf(fi)
+	if fi.Mode().Perm()&0o222 == 0 && fi.Sys().(*syscall.Stat_t).Nlink > 1 {
+		s.Ctime = 0
+	}
+	return &s
+}
+
+// Untouched says whether a file is the one of the record, as it was when it was verified.
+func (f File) Untouched(fi fs.FileInfo) bool {
+	if f.Stat == nil || fi == nil || !fi.Mode().IsRegular() {
+		return false
+	}
+	now := StatOf(fi)
+	if f.Stat.Ctime == 0 && fi.Mode().Perm()&0o222 == 0 {
+		now.Ctime = 0
+	}
+	return now == *f.Stat
 }
 
 // Same says whether r and o describe the same files with the same bytes.
@@ -96,8 +120,7 @@ func received(dir string, r Record) (sum int64, err error) {
 	parts, err := others(dir, partsPrefix, "")
 	for _, p := range parts {
 		for _, f := range r.Files {
-			path := filepath.Join(p, f.Digest.Hex())
-			sum += max(bestPoint(path, f.Size, boot).Offset, bestSegments(path, f.Size, boot).have())
+			sum += partly(filepath.Join(p, f.Digest.Hex()), f.Size, boot)
 		}
 	}
 	return sum, err

@@ -1,0 +1,159 @@
+package transfer
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+
+	"github.com/kiln-registry/kiln-registry/api"
+	"github.com/kiln-registry/kiln-registry/internal/durable"
+	"github.com/kiln-registry/kiln-registry/transfer/cache"
+	"github.com/kiln-registry/kiln-registry/transfer/staging"
+)
+
+// cached takes a file from the cache, if it is there.
+func (p *pull) cached(ctx context.Context, f staging.File) (bool, error) {
+	if p.o.Cache == nil {
+		return false, nil
+	}
+	if path := p.damaged[f.Digest]; path != "" && p.o.Cache.Is(path, f.Digest) {
+		p.note("dropped from the cache: damaged through a name of it: " + path)
+		if err := p.o.Cache.Drop(f.Digest); err != nil {
+			return false, err
+		}
+	}
+	e, ok, err := p.o.Cache.Find(ctx, f.Digest, f.Size)
+	if err == nil && ok {
+		ok, err = p.take(ctx, f, e)
+	}
+	if err == nil && ok {
+		p.o.Watch.tell(Event{Step: Skipped, Phase: PhaseDownload, File: f.Name, Note: "in the cache"})
+	}
+	return ok, err
+}
+
+func (p *pull) note(s string) { p.o.Watch.tell(Event{Step: Noted, Note: s}) }
+
+// take makes a file of the cache one of the area: a link, or where that must not or can't be, a twin that shares its
+// blocks, or a copy. False: it is not there any more, or is damaged.
+func (p *pull) take(ctx context.Context, f staging.File, e cache.Entry) (bool, error) {
+	alone := p.plan.Kind == api.KindCheckpoint
+	err := p.area.Take(e.Path, f.Digest, alone, e.Verified)
+	if errors.Is(err, errors.ErrUnsupported) && !alone {
+		err = p.area.Take(e.Path, f.Digest, true, e.Verified)
+	}
+	var copied int64
+	ok := err == nil
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
+		return false, nil
+	case errors.Is(err, errors.ErrUnsupported):
+		ok, err = p.copy(ctx, f, e)
+		copied = f.Size
+	}
+	if err != nil || !ok {
+		return false, err
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.done.Cached, p.done.CachedBytes, p.done.Copied = p.done.Cached+1, p.done.CachedBytes+f.Size, p.done.Copied+copied
+	return true, nil
+}
+
+// copy brings a file of the cache into the area, and hashes it as it is written. One that does not match is dropped.
+func (p *pull) copy(ctx context.Context, f staging.File, e cache.Entry) (ok bool, err error) {
+	from, err := durable.OpenRegular(e.Path, os.O_RDONLY, 0)
+	if errors.Is(err, fs.ErrNotExist) {
+		return false, nil
+	}
+	if err != nil {
+		return false, err
+	}
+	defer from.Close()
+	to, err := p.area.Partial(f.Digest, f.Size)
+	if err != nil {
+		return false, err
+	}
+	defer func() { err = errors.Join(err, to.Close()) }()
+	have := to.Offset()
+	total := f.Size - have
+	p.o.Watch.tell(Event{Step: Planned, Phase: PhaseCopy, File: f.Name, Total: total})
+	buf := pieces.Get().(*piece)
+	defer pieces.Put(buf)
+	for to.Offset() < f.Size {
+		if err := context.Cause(ctx); err != nil {
+			return false, err
+		}
+		n, err := from.ReadAt(buf[:min(int64(len(buf)), f.Size-to.Offset())], to.Offset())
+		if _, werr := to.Write(buf[:n]); werr != nil {
+			return false, werr
+		}
+		p.o.Watch.tell(Event{Step: Moved, Phase: PhaseCopy, File: f.Name, Bytes: to.Offset() - have, Total: total})
+		if n == 0 {
+			return false, fmt.Errorf("copy %s from the cache: %w", f.Name, err)
+		}
+	}
+	got, err := to.Finish()
+	if err != nil {
+		return false, err
+	}
+	if got != f.Digest {
+		p.note("dropped from the cache: damaged: " + e.Path)
+		return false, errors.Join(to.Reset(), p.o.Cache.Drop(f.Digest))
+	}
+	p.o.Watch.tell(Event{Step: Done, Phase: PhaseCopy, File: f.Name, Bytes: total, Total: total})
+	return true, nil
+}
+
+// through is how a file is fetched through the cache: by one pull of the machine at a time, into the cache and from there
+// to the area. What an earlier pull received without a cache goes on without it. Nil: there is no cache.
+func (p *pull) through(f staging.File) func(context.Context, func(*staging.Area) error) error {
+	if p.o.Cache == nil {
+		return nil
+	}
+	return func(ctx context.Context, fetch func(*staging.Area) error) error {
+		if p.area.Begun(f.Digest, f.Size) {
+			return fetch(p.area)
+		}
+		began := false
+		e, fetched, err := p.o.Cache.Receive(ctx, f, func(a *staging.Area) error { began = true; return fetch(a) }, p.waits(f))
+		switch {
+		case errors.Is(err, cache.ErrStalled), cache.ReadOnly(err) && !began:
+			p.note(fmt.Sprintf("%s: not through the cache: %v", f.Name, err))
+			return fetch(p.area)
+		case err != nil:
+			return err
+		}
+		if !fetched {
+			p.o.Watch.tell(Event{Step: Skipped, Phase: PhaseDownload, File: f.Name, Note: "in the cache"})
+		}
+		ok, err := p.take(ctx, f, e)
+		if err == nil && ok && fetched {
+			p.mu.Lock()
+			defer p.mu.Unlock()
+			p.done.Cached, p.done.CachedBytes = p.done.Cached-1, p.done.CachedBytes-f.Size
+		}
+		if err == nil && !ok { // removed just now
+			err = fetch(p.area)
+		}
+		return err
+	}
+}
+
+// waits tells of a file that another pull receives: once for people, and how it gets on.
+func (p *pull) waits(f staging.File) func(who error, have int64) {
+	said := false
+	return func(who error, have int64) {
+		if !said {
+			said = true
+			p.o.Watch.tell(Event{Step: Noted, File: f.Name, Note: fmt.Sprintf("%s: waiting for it: %v", f.Name, who)})
+			p.o.Watch.tell(Event{Step: Planned, Phase: phaseWait, File: f.Name, Total: f.Size})
+		}
+		p.o.Watch.tell(Event{Step: Moved, Phase: phaseWait, File: f.Name, Bytes: have, Total: f.Size})
+	}
+}
+
+// phaseWait is that of a file that another pull receives.
+const phaseWait = "wait"
