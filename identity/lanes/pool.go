@@ -45,11 +45,9 @@ func (p *Pool) Write(to io.Writer, b []byte) {
 	pieces := make([]Piece, len(batch))
 	for i, j := range batch {
 		pieces[i] = j.Piece
+		defer close(j.done)
 	}
 	Write(pieces...)
-	for _, j := range batch {
-		close(j.done)
-	}
 }
 
 // queue returns nil if the piece should be written at once, as no other stream is in the way of this one.
@@ -58,7 +56,7 @@ func (p *Pool) queue(to io.Writer, b []byte) *job {
 	defer p.mu.Unlock()
 	alone := p.last == to || p.last == nil
 	p.last = to
-	if alone && len(p.waiting) == 0 || len(b) < worthwhile {
+	if alone && len(p.waiting) == 0 || len(b) < worthwhile || kernel().Take(block.Most) <= 1 {
 		return nil
 	}
 	j := &job{Piece: Piece{to, b}, done: make(chan struct{})}
@@ -66,15 +64,16 @@ func (p *Pool) queue(to io.Writer, b []byte) *job {
 	return j
 }
 
-// take returns the jobs to be hashed with j, which is the last of them, or nil if another goroutine took j.
+// take returns as many jobs as are hashed at once, of which j is the last, or nil if another goroutine took j. What is
+// left has goroutines of its own to take it, maybe on other cores.
 func (p *Pool) take(j *job) []*job {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if j.taken {
 		return nil
 	}
+	n := max(1, kernel().Take(len(p.waiting))) - 1
 	p.waiting = slices.DeleteFunc(p.waiting, func(o *job) bool { return o == j })
-	n := min(len(p.waiting), block.Most-1)
 	batch := append(slices.Clone(p.waiting[:n]), j)
 	p.waiting = slices.Delete(p.waiting, 0, n)
 	for _, j := range batch {

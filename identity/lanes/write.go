@@ -17,12 +17,14 @@ type Piece struct {
 	Data []byte
 }
 
-// chosen is the kernel that every Write of this process uses.
+// chosen is the kernel that every Write of this process uses, if it is not the best one.
 var chosen atomic.Pointer[block.Kernel]
 
-func init() {
-	best := block.Best()
-	chosen.Store(&best)
+func kernel() block.Kernel {
+	if k := chosen.Load(); k != nil {
+		return *k
+	}
+	return block.Best()
 }
 
 // Use makes every later Write use the kernel of a name: x1 hashes one stream after the other, x4 up to four at once and
@@ -47,7 +49,7 @@ const worthwhile = 2 << 10
 // A single stream is always hashed by its own Write. The pieces may have any lengths, but the best are of one length,
 // and in memory of Buffers. It panics if two pieces are for one stream.
 func Write(pieces ...Piece) {
-	k := *chosen.Load()
+	k := kernel()
 	if k.Take(len(pieces)) <= 1 {
 		for _, p := range pieces {
 			p.To.Write(p.Data)

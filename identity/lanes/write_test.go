@@ -332,6 +332,37 @@ func TestPool(t *testing.T) {
 	})
 }
 
+// TestPoolShares: streams that want the one core at the same time are hashed together on it.
+func TestPoolShares(t *testing.T) {
+	if kernel().Take(8) == 1 {
+		t.Log("streams don't share a core with this kernel")
+		return
+	}
+	defer runtime.GOMAXPROCS(runtime.GOMAXPROCS(1))
+	var p Pool
+	var wg sync.WaitGroup
+	var streams [8]counted
+	for i := range streams {
+		streams[i].Hash = identity.NewHash()
+		wg.Go(func() {
+			for range 8 {
+				p.Write(&streams[i], make([]byte, 64<<10))
+			}
+		})
+	}
+	wg.Wait()
+	alone := 0
+	for i := range streams {
+		alone += streams[i].written
+		if err := hashed(&streams[i], make([]byte, 512<<10)); err != nil {
+			t.Errorf("stream %d: %v", i, err)
+		}
+	}
+	if alone == len(streams)*512<<10 {
+		t.Error("all bytes went through the streams' own Write")
+	}
+}
+
 // BenchmarkWrite is about pieces as files are read: 256 KiB each, in Buffers.
 func BenchmarkWrite(b *testing.B) {
 	for _, n := range []int{1, 2, 4, 8, 16} {
