@@ -14,9 +14,9 @@ import (
 
 const (
 	extent   = 64 << 20 // bytes of one request while there are enough files to keep every connection busy
-	partSize = 4 << 20  // bytes of one of the parallel requests for one file
+	partSize = 3 << 20  // bytes of one of the parallel requests for one file
 	window   = 4        // such requests for one file at a time
-	parts    = 4        // over all files: 16 MiB of buffers, whatever the sizes
+	parts    = 4        // over all files: 12 MiB of buffers, whatever the sizes
 )
 
 // inOrder fetches one file from its start to its end, and once more if it does not match. begun: some of what is there
