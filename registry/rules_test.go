@@ -6,7 +6,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"iter"
 	"maps"
 	"slices"
 	"strings"
@@ -16,7 +15,6 @@ import (
 	"time"
 
 	"github.com/kiln-registry/kiln-registry/api"
-	"github.com/kiln-registry/kiln-registry/blobstore"
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/registry"
 	"github.com/kiln-registry/kiln-registry/registry/access"
@@ -506,20 +504,6 @@ func TestServed(t *testing.T) {
 	if a := s.want(404, "GET", "/metrics", nil); a.code() != api.CodeRouteUnknown {
 		t.Error(a)
 	}
-}
-
-// refsThatWait are refs that are read again only when they may be.
-type refsThatWait struct {
-	blobstore.Refs
-	reached, goOn chan struct{} // reached gets one when somebody waits for goOn; nil: nobody waits
-}
-
-func (w *refsThatWait) Since(ctx context.Context, after blobstore.Position) iter.Seq2[blobstore.PlacedRef, error] {
-	if w.reached != nil {
-		w.reached <- struct{}{}
-		<-w.goOn
-	}
-	return w.Refs.Since(ctx, after)
 }
 
 // Requests that were admitted before the index was emptied decide nothing by what they miss in it.

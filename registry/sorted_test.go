@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"iter"
 	"os"
 	"path/filepath"
 	"strings"
@@ -118,4 +119,21 @@ func TestSortedNeedsFindings(t *testing.T) {
 		t.Error(err)
 	}
 	s.reindexed("with what was found again")
+}
+
+// refsThatWait are refs that are read again only when they may be.
+type refsThatWait struct {
+	blobstore.Refs
+	reached, goOn chan struct{} // reached gets one when somebody waits for goOn; nil: nobody waits
+}
+
+func (w *refsThatWait) Since(ctx context.Context, after blobstore.Position) iter.Seq2[blobstore.PlacedRef, error] {
+	if w.reached != nil {
+		select {
+		case w.reached <- struct{}{}:
+			<-w.goOn
+		case <-w.goOn: // closed: nobody looks on any more
+		}
+	}
+	return w.Refs.Since(ctx, after)
 }
