@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
+	"net"
 	"net/http"
 	"net/http/httptest"
 	"os"
@@ -13,6 +14,7 @@ import (
 	"regexp"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -37,6 +39,7 @@ type place struct {
 	host   string
 	blobs  map[identity.Digest][]byte
 	forms  map[identity.Digest][]byte // midstates
+	opened atomic.Int32               // connections
 
 	mu    sync.Mutex
 	fault func(w http.ResponseWriter, r *http.Request, b []byte) bool // of a blob; says whether it answered
@@ -53,7 +56,11 @@ func newPlace(t *testing.T, blobs ...[]byte) *place {
 		p.forms[identity.Sum(b)] = form(b)
 	}
 	p.server = httptest.NewUnstartedServer(p)
-	p.server.Config.ErrorLog = nil
+	p.server.Config.ConnState = func(_ net.Conn, s http.ConnState) {
+		if s == http.StateNew {
+			p.opened.Add(1)
+		}
+	}
 	p.server.Start()
 	t.Cleanup(p.server.Close)
 	p.host = strings.TrimPrefix(p.server.URL, "http://")

@@ -22,8 +22,11 @@ func TestSegments(t *testing.T) {
 	p := newPlace(t, b, small)
 	done, notes, err := get(t, target(t), p.source(client.Options{}), fetch.Options{}, nil, b, small)
 	blobs, _ := p.requests()
-	if err != nil || done.Received != int64(len(b)+len(small)) || p.bytes() != done.Received || len(blobs) < 3 || notes != "" {
-		t.Errorf("%+v, %d bytes in %d requests, %v\n%s", done, p.bytes(), len(blobs), err, notes)
+	if err != nil || done.Received != int64(len(b)+len(small)) || p.bytes() != done.Received || notes != "" {
+		t.Errorf("%+v, %d bytes sent, %v\n%s", done, p.bytes(), err, notes)
+	}
+	if len(blobs) < 3 || p.opened.Load() > 8 {
+		t.Errorf("%d requests over %d connections", len(blobs), p.opened.Load())
 	}
 }
 

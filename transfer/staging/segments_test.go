@@ -6,6 +6,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"sync"
 	"testing"
 
 	"github.com/kiln-registry/kiln-registry/identity"
@@ -349,5 +350,101 @@ func TestSyncFails(t *testing.T) {
 	}
 	if err := f.Close(); err != nil {
 		t.Fatal(err)
+	}
+}
+
+// TestSegmentFaults fails each change of the disk once, lost or persisted. What a later pull makes of what was left is
+// whole and right, and nothing was published before.
+func TestSegmentFaults(t *testing.T) {
+	b := random(4*seg + 7)
+	states := midstates(t, b)
+	failing := errors.New("the disk is sick")
+	// run takes the segments in a given order, as far as it comes, and counts the changes that may fail.
+	run := func(target string, fail int, persisted bool) (ops int, err error) {
+		var mu sync.Mutex
+		writes := 0
+		disk := durable.Disk{Fault: func(op durable.Op, path string, do func() error) error {
+			mu.Lock()
+			if op == durable.OpWrite && path == filepath.Join(filepath.Dir(path), states.Digest.Hex()) {
+				writes++
+			}
+			skip := writes%200 != 1 && op == durable.OpWrite // most pieces are alike
+			if !skip {
+				ops++
+			}
+			hit := !skip && ops == fail
+			mu.Unlock()
+			switch {
+			case (op == durable.OpSync || op == durable.OpSyncDir) && !hit:
+				return nil // the power does not fail here
+			case !hit:
+				return do()
+			case persisted:
+				return errors.Join(do(), failing)
+			}
+			return failing
+		}}
+		a, err := Open(t.Context(), target, Options{Disk: disk})
+		if err != nil {
+			return ops, err
+		}
+		defer func() { err = errors.Join(err, a.Close()) }()
+		if err := a.Begin(recordOf(map[string][]byte{"x": b})); err != nil {
+			return ops, err
+		}
+		f, err := a.Segments(states)
+		if err != nil {
+			return ops, err
+		}
+		defer func() { err = errors.Join(err, f.Close()) }()
+		for _, i := range []int{4, 1, 0, 3, 2} {
+			if f.Passed(i) {
+				continue
+			}
+			g, err := f.Segment(i)
+			if err != nil {
+				return ops, err
+			}
+			off, left := g.Offset()
+			for p := range slices.Chunk(b[off:off+left], durable.PieceSize) {
+				if _, err := g.Write(p); err != nil {
+					return ops, err
+				}
+			}
+			if err := g.End(); err != nil {
+				return ops, err
+			}
+		}
+		if err := f.Finish(); err != nil {
+			return ops, err
+		}
+		_, err = a.Publish(recordOf(map[string][]byte{"x": b}), false)
+		return ops, err
+	}
+	all, err := run(filepath.Join(t.TempDir(), "m"), -1, false)
+	if err != nil || all < 10 {
+		t.Fatalf("%d changes, %v", all, err)
+	}
+	for fail := 1; fail <= all; fail++ {
+		for _, persisted := range []bool{false, true} {
+			dir := t.TempDir()
+			target := filepath.Join(dir, "m")
+			_, failed := run(target, fail, persisted)
+			if _, err := os.Lstat(target); err == nil {
+				holds(t, target, map[string][]byte{"x": b})
+			}
+			if failed == nil {
+				continue
+			}
+			if _, err := os.Lstat(target); err != nil {
+				if _, err := run(target, -1, false); err != nil {
+					t.Fatalf("change %d, persisted %v: afterwards: %v", fail, persisted, err)
+				}
+				holds(t, target, map[string][]byte{"x": b})
+			}
+			if err := os.RemoveAll(dir); err != nil {
+				t.Fatal(err)
+			}
+		}
 	}
 }
