@@ -235,3 +235,17 @@ func TestRate(t *testing.T) {
 		t.Error(err)
 	}
 }
+
+// TestAlwaysFails: a registry that never gives bytes ends the pull, after not too many tries, with what it said.
+func TestAlwaysFails(t *testing.T) {
+	b := random(3*seg, 1)
+	for status, most := range map[int]int{http.StatusServiceUnavailable: 60, http.StatusForbidden: 4, http.StatusNotFound: 4} {
+		p := newPlace(t, b)
+		p.onBlob(func(w http.ResponseWriter, _ *http.Request, _ []byte) bool { w.WriteHeader(status); return true })
+		_, notes, err := get(t, target(t), p.source(client.Options{}), fetch.Options{}, nil, b)
+		blobs, _ := p.requests()
+		if err == nil || !strings.Contains(err.Error(), http.StatusText(status)) || len(blobs) > most {
+			t.Errorf("%d: %v after %d requests\n%s", status, err, len(blobs), notes)
+		}
+	}
+}
