@@ -452,15 +452,27 @@ func (p *pull) fetch(ctx context.Context, have map[identity.Digest]bool) error {
 	return err
 }
 
-// room checks that the disk has it.
+// room checks that the disk has it: that of the target, and that of the cache.
 func (p *pull) room(files []fetch.File) error {
-	var need int64
+	var here, cached int64
 	for _, f := range files {
-		need += p.area.Missing(f.Digest, f.Size)
+		through := p.o.Cache != nil && !p.area.Begun(f.Digest, f.Size)
+		if through {
+			cached += p.o.Cache.Missing(f.File)
+		}
+		if !through || !p.links() {
+			here += p.area.Missing(f.Digest, f.Size)
+		}
 	}
 	free, err := p.area.Free()
-	if err == nil && need > free {
-		err = &SpaceError{filepath.Dir(p.done.Target), need, free}
+	if err == nil && here > free {
+		err = &SpaceError{filepath.Dir(p.done.Target), here, free}
+	}
+	if err != nil || cached == 0 {
+		return err
+	}
+	if free, err = p.o.Cache.Free(); err == nil && cached > free {
+		err = &SpaceError{p.o.Cache.Dir(), cached, free}
 	}
 	return err
 }

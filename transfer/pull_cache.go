@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
+	"path/filepath"
 
 	"github.com/kiln-registry/kiln-registry/api"
 	"github.com/kiln-registry/kiln-registry/internal/durable"
@@ -60,6 +61,14 @@ func (p *pull) take(ctx context.Context, f staging.File, e cache.Entry) (bool, e
 	defer p.mu.Unlock()
 	p.done.Cached, p.done.CachedBytes, p.done.Copied = p.done.Cached+1, p.done.CachedBytes+f.Size, p.done.Copied+copied
 	return true, nil
+}
+
+// links says whether a file of the cache will most likely take no more space at the target.
+func (p *pull) links() bool {
+	a, err := os.Stat(p.o.Cache.Dir())
+	b, berr := os.Stat(filepath.Dir(p.done.Target))
+	return err == nil && berr == nil && staging.StatOf(a).Dev == staging.StatOf(b).Dev &&
+		p.plan.Kind != api.KindCheckpoint
 }
 
 // copy brings a file of the cache into the area, and hashes it as it is written. One that does not match is dropped.

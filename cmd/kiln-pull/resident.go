@@ -16,6 +16,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/kiln-registry/kiln-registry/cmd/kiln-pull/internal/caching"
 	"github.com/kiln-registry/kiln-registry/gpuload"
 	"github.com/kiln-registry/kiln-registry/gpuload/hostmem"
 	"github.com/kiln-registry/kiln-registry/gpuload/resident"
@@ -38,6 +39,7 @@ type residentFlags struct {
 	cli.Flags
 	registry, repo, dir, expect string
 	listen, device, tokens      string
+	cache                       string // a folder, for what is pulled; empty: none
 	synthetic, debug            bool
 	insecureOpen, direct        bool
 	drain                       time.Duration
@@ -98,6 +100,7 @@ func (f *residentFlags) bind(cmd *cobra.Command) {
 	p.DurationVar(&f.drain, "drain-timeout", 10*time.Second, "how long running requests may take when it stops")
 	p.StringVar(&f.expect, "expect", "", "the AGGREGATE that the weights must be")
 	p.StringVar(&f.dir, "dir", "", "folder that a REF or AGGREGATE is pulled to (default: in the user's cache)")
+	caching.Bind(cmd, &f.cache)
 	p.StringVar(&f.registry, "registry", cli.Registry(), "where an AGGREGATE is asked for")
 	p.StringVar(&f.repo, "repo", "", "the repository from which an AGGREGATE is pulled")
 	p.StringVar(&f.TokenFile, "registry-token-file", "",
@@ -338,7 +341,11 @@ func (h *holding) pull(ctx context.Context) (string, error) {
 	}
 	h.want = cmp.Or(h.want, s.aggregate, plan.Base.Aggregate)
 	h.show.Note("pulling " + plan.Reference())
-	done, err := transfer.Pull(ctx, c, plan, dir, transfer.PullOptions{Watch: h.show.Watch})
+	kept, err := caching.Open(h.cache, h.show.Note)
+	if err != nil {
+		return "", err
+	}
+	done, err := transfer.Pull(ctx, c, plan, dir, transfer.PullOptions{Cache: kept, Watch: h.show.Watch})
 	return done.Target, explainPlace(err)
 }
 

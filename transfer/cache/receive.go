@@ -8,6 +8,7 @@ import (
 	"path/filepath"
 	"time"
 
+	"github.com/kiln-registry/kiln-registry/internal/durable"
 	"github.com/kiln-registry/kiln-registry/transfer/staging"
 )
 
@@ -47,6 +48,18 @@ func (c *Cache) Receive(ctx context.Context, f staging.File, fetch func(*staging
 	}
 }
 
+// Missing returns how much disk space a file still needs in the cache, at most.
+func (c *Cache) Missing(f staging.File) int64 {
+	k, err := staging.Progress(c.target(f.Digest), f)
+	if err != nil {
+		return f.Size
+	}
+	return max(0, f.Size-k.Space)
+}
+
+// Free returns the number of bytes that can be stored in the cache.
+func (c *Cache) Free() (int64, error) { return durable.Free(c.dir) }
+
 // receive is Receive in the area of the file.
 func (c *Cache) receive(ctx context.Context, area *staging.Area, f staging.File, fetch func(*staging.Area) error) (
 	e Entry, fetched bool, err error,
@@ -75,12 +88,15 @@ type wait struct {
 	c     *Cache
 	f     staging.File
 	tell  func(who error, have int64)
-	have  int64
-	moved time.Time // when have went up
+	have  staging.Kept
+	moved time.Time // when that was another one
 }
 
 func (w *wait) wait(ctx context.Context, who error) error {
 	have, err := staging.Progress(w.c.target(w.f.Digest), w.f)
+	if err != nil && !errors.Is(err, fs.ErrNotExist) { // it may end just now
+		return err
+	}
 	if err == nil && have != w.have || w.moved.IsZero() {
 		w.have, w.moved = have, time.Now()
 	}
@@ -88,7 +104,7 @@ func (w *wait) wait(ctx context.Context, who error) error {
 		return fmt.Errorf("%w: %w", ErrStalled, who)
 	}
 	if w.tell != nil {
-		w.tell(who, w.have)
+		w.tell(who, w.have.Bytes)
 	}
 	t := time.NewTimer(w.c.o.Poll)
 	defer t.Stop()

@@ -96,10 +96,43 @@ func (a *Area) Begun(d identity.Digest, size int64) bool {
 	return partly(a.part(d), size, a.boot) > 0
 }
 
-// Progress returns how many bytes of a file are kept in the area of a target, whoever is at work there. It is as good as
-// the last point that was saved.
-func Progress(target string, f File) (int64, error) {
-	return received(dirOf(target), Record{Files: []File{f}})
+// Kept is what an area holds of a file on its way in.
+type Kept struct {
+	Bytes   int64     // up to the last point that was saved
+	Space   int64     // that it takes on the disk, which may be more: what will come is reserved
+	Changed time.Time // when something of it was written last, by the clock of the filesystem
+}
+
+// Progress says how far a file in the area of a target is, whoever is at work there.
+func Progress(target string, f File) (k Kept, err error) {
+	dir := dirOf(target)
+	if k.Bytes, err = received(dir, Record{Files: []File{f}}); err != nil {
+		return k, err
+	}
+	parts, err := others(dir, partsPrefix, "")
+	for _, p := range parts {
+		if fi, err := os.Lstat(filepath.Join(p, f.Digest.Hex())); err == nil {
+			k.Space += fi.Sys().(*syscall.Stat_t).Blocks * 512
+			k.Changed = fi.ModTime()
+		}
+	}
+	return k, ignoreNone(err)
+}
+
+func ignoreNone(err error) error {
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	return err
+}
+
+// writable undoes what Give did to a part, if it did not come to its end.
+func writable(part string) error {
+	fi, err := os.Lstat(part)
+	if err != nil || !fi.Mode().IsRegular() || fi.Mode().Perm() != Shared || fi.Sys().(*syscall.Stat_t).Nlink > 1 {
+		return err
+	}
+	return os.Chmod(part, 0o666&^umask())
 }
 
 func partly(path string, size int64, boot string) int64 {

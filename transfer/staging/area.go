@@ -70,6 +70,7 @@ type Area struct {
 	disk   durable.Disk
 	owner  *owner
 	hashes *lanes.Pool
+	gather gather
 
 	mu       sync.Mutex // guards the rest
 	verified map[identity.Digest]bool
@@ -200,7 +201,11 @@ func (a *Area) inherit() error {
 			return err
 		}
 		for _, e := range entries {
-			if err := os.Rename(filepath.Join(dir, e.Name()), filepath.Join(a.dir, mine, e.Name())); err != nil {
+			part := filepath.Join(a.dir, mine, e.Name())
+			if err := os.Rename(filepath.Join(dir, e.Name()), part); err != nil {
+				return err
+			}
+			if err := writable(part); err != nil {
 				return err
 			}
 		}
