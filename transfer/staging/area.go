@@ -70,7 +70,6 @@ type Area struct {
 	disk   durable.Disk
 	owner  *owner
 	hashes *lanes.Pool
-	gather gather
 
 	mu       sync.Mutex // guards the rest
 	verified map[identity.Digest]bool
