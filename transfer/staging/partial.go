@@ -198,6 +198,8 @@ func (p *Partial) Finish() (identity.Digest, error) {
 	} else if err == nil {
 		if err = p.file.Sync(); err == nil {
 			err = p.save()
+		} else {
+			err = errors.Join(err, p.area.disk.Remove(p.path+stateSuffix)) // see syncWith
 		}
 	}
 	if err != nil {

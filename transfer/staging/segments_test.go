@@ -342,9 +342,35 @@ func TestSyncFails(t *testing.T) {
 	if err := f.Close(); !errors.Is(err, failing) {
 		t.Errorf("got %v", err)
 	}
+	small := b[:1000]
+	a.disk.Fault = func(op durable.Op, path string, do func() error) error {
+		if op == durable.OpSync && path == a.part(identity.Sum(small)) {
+			return failing
+		}
+		return do()
+	}
+	p, err := a.Partial(identity.Sum(small), 1000)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := p.Write(small); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := p.Finish(); !errors.Is(err, failing) {
+		t.Errorf("got %v", err)
+	}
+	if err := p.Close(); err != nil {
+		t.Fatal(err)
+	}
 	closeArea(t, a)
 	a = open(t, target, Options{})
 	defer closeArea(t, a)
+	if p, err = a.Partial(identity.Sum(small), 1000); err != nil || p.Offset() != 0 {
+		t.Errorf("in order: continues after a sync that failed, %v", err)
+	}
+	if err := p.Close(); err != nil {
+		t.Fatal(err)
+	}
 	if f = segments(t, a, states); f.Have() != 0 {
 		t.Errorf("%d bytes are taken for there", f.Have())
 	}
