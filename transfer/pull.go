@@ -104,7 +104,7 @@ type Pulled struct {
 
 	Cached      int   // files that were in the cache, or were received for it by another pull meanwhile
 	CachedBytes int64 // of those
-	Copied      int64 // bytes that could not be linked to those in the cache, and were copied and hashed
+	Copied      int64 // bytes that were copied out of the cache and hashed, as they could not be linked
 }
 
 // Pull makes dir the folder of an artifact: whole and verified, or not at all. What an interrupted pull received is kept
@@ -421,19 +421,9 @@ func (p *pull) adopt(ctx context.Context) (map[identity.Digest]bool, error) {
 
 // fetch receives what is missing, if there is room for it.
 func (p *pull) fetch(ctx context.Context, have map[identity.Digest]bool) error {
-	var files []fetch.File
-	for _, f := range p.plan.Files {
-		if have[f.Digest] {
-			continue
-		}
-		have[f.Digest] = true
-		there, err := p.cached(ctx, f)
-		if err != nil {
-			return err
-		}
-		if !there {
-			files = append(files, fetch.File{File: f, Damaged: p.damaged[f.Digest], Place: p.through(f)})
-		}
+	files, err := p.uncached(ctx, have)
+	if err != nil {
+		return err
 	}
 	if err := p.room(files); err != nil {
 		return err

@@ -1,18 +1,51 @@
 package transfer
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
+	"sync"
+
+	"golang.org/x/sync/errgroup"
 
 	"github.com/kiln-registry/kiln-registry/api"
+	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/internal/durable"
 	"github.com/kiln-registry/kiln-registry/transfer/cache"
+	"github.com/kiln-registry/kiln-registry/transfer/fetch"
 	"github.com/kiln-registry/kiln-registry/transfer/staging"
 )
+
+// uncached takes what is missing from the cache, and returns what is not there, each digest once.
+func (p *pull) uncached(ctx context.Context, have map[identity.Digest]bool) (files []fetch.File, err error) {
+	var mu sync.Mutex // guards files
+	g, ctx := errgroup.WithContext(ctx)
+	g.SetLimit(p.o.Jobs)
+	for _, f := range p.plan.Files {
+		if have[f.Digest] {
+			continue
+		}
+		have[f.Digest] = true
+		g.Go(func() error {
+			there, err := p.cached(ctx, f)
+			if err != nil || there {
+				return err
+			}
+			mu.Lock()
+			defer mu.Unlock()
+			files = append(files, fetch.File{File: f, Damaged: p.damaged[f.Digest], Place: p.through(f)})
+			return nil
+		})
+	}
+	err = g.Wait()
+	slices.SortFunc(files, func(a, b fetch.File) int { return cmp.Compare(a.Name, b.Name) })
+	return files, err
+}
 
 // cached takes a file from the cache, if it is there.
 func (p *pull) cached(ctx context.Context, f staging.File) (bool, error) {
@@ -127,7 +160,10 @@ func (p *pull) through(f staging.File) func(context.Context, func(*staging.Area)
 			return fetch(p.area)
 		}
 		began := false
-		e, fetched, err := p.o.Cache.Receive(ctx, f, func(a *staging.Area) error { began = true; return fetch(a) }, p.waits(f))
+		e, fetched, err := p.o.Cache.Receive(ctx, f, func(a *staging.Area) error {
+			began = true
+			return fetch(a)
+		}, p.waits(f))
 		switch {
 		case errors.Is(err, cache.ErrStalled), cache.ReadOnly(err) && !began:
 			p.note(fmt.Sprintf("%s: not through the cache: %v", f.Name, err))

@@ -240,7 +240,7 @@ type pulledJSON struct {
 	Reused    int                `json:"reused_files"`
 	Cached    int                `json:"cached_files"`
 	FromCache int64              `json:"cached_bytes"`
-	Copied    int64              `json:"copied_bytes"` // of those from the cache; the others are links
+	Copied    int64              `json:"copied_bytes"` // out of the cache; what is not copied is a link, or shares blocks
 	PartOf    int                `json:"part_of_files,omitzero"`
 	Verified  time.Time          `json:"verified_at"`
 }
@@ -285,16 +285,12 @@ func (p pulled) write(w io.Writer, asJSON bool) error {
 	return t.Flush()
 }
 
-// cached says what came from the cache.
+// cached says what came from the cache, and how much of it, or of what came into it just now, is no link.
 func (p pulledJSON) cached() string {
-	if p.Cached == 0 {
+	if p.Cached == 0 && p.Copied == 0 {
 		return ""
 	}
-	how := "linked"
-	if p.Copied > 0 {
-		how = cli.Bytes(p.Copied) + " of it copied"
-	}
-	return fmt.Sprintf(", %s cached (%s, %s)", files(p.Cached), cli.Bytes(p.FromCache), how)
+	return fmt.Sprintf(", %s cached (%s), %s copied", files(p.Cached), cli.Bytes(p.FromCache), cli.Bytes(p.Copied))
 }
 
 // writePackagings lists the choice and what it is about.

@@ -43,7 +43,7 @@ var ErrForeign = errors.New("the cache is not this user's alone")
 
 // Options says how to use a cache. The zero value is ready to use.
 type Options struct {
-	Notify   func(string)  // told what was found wrong or taken over, one line each; nil: nobody
+	Notify   func(string)  // told what was found wrong or taken over, from any goroutine; nil: nobody
 	Poll     time.Duration // between two looks at what another process receives; zero: 100 ms
 	Patience time.Duration // for which another process may receive nothing; zero: two minutes
 	Staging  staging.Options
