@@ -224,7 +224,8 @@ func TestStalled(t *testing.T) {
 	if !errors.Is(err, cache.ErrStalled) {
 		t.Errorf("got %v", err)
 	}
-	if p, err := c.Prune(t.Context(), cache.PruneOptions{Older: time.Nanosecond}); err != nil || p.Busy != 1 || p.Partials != 0 {
+	p, err := c.Prune(t.Context(), cache.PruneOptions{Older: time.Nanosecond})
+	if err != nil || p.Busy != 1 || p.Partials != 0 {
 		t.Errorf("what is on its way in was pruned: %+v, %v", p, err)
 	}
 }
@@ -237,6 +238,8 @@ func TestTouched(t *testing.T) {
 	overwrite := func(path string, b []byte) error {
 		return errors.Join(os.Chmod(path, 0o644), os.WriteFile(path, b, 0o644), os.Chmod(path, 0o444))
 	}
+	another := func(path string) error { return errors.Join(os.Remove(path), os.WriteFile(path, b, 0o444)) }
+	linked := func(path string) error { return errors.Join(os.Rename(path, path+"x"), os.Symlink(path+"x", path)) }
 	for name, tt := range map[string]struct {
 		do   func(path string) error
 		want string // what it says; empty: nothing, as nothing is wrong
@@ -247,10 +250,10 @@ func TestTouched(t *testing.T) {
 		"touched":       {func(path string) error { return os.Chtimes(path, time.Time{}, time.Now()) }, "hashed again", true},
 		"written":       {func(path string) error { return overwrite(path, other) }, "damaged", false},
 		"written back":  {func(path string) error { return overwrite(path, b) }, "hashed again", true},
-		"short":         {func(path string) error { return os.Truncate(path, 17) }, "has 17 bytes", false},
-		"another file":  {func(path string) error { return errors.Join(os.Remove(path), os.WriteFile(path, b, 0o444)) }, "hashed again", true},
+		"short":         {func(path string) error { return overwrite(path, b[:17]) }, "has 17 bytes", false},
+		"another file":  {another, "hashed again", true},
 		"group":         {func(path string) error { return os.Chmod(path, 0o464) }, "not this user's alone", false},
-		"symbolic link": {func(path string) error { return errors.Join(os.Rename(path, path+"x"), os.Symlink(path+"x", path)) }, "not used", false},
+		"symbolic link": {linked, "not used", false},
 		"no record":     {func(path string) error { return os.Remove(path + ".json") }, "hashed again", true},
 		"cut record":    {func(path string) error { return os.Truncate(path+".json", 20) }, "hashed again", true},
 		"record of all": {func(path string) error { return os.Chmod(path+".json", 0o666) }, "hashed again", true},
@@ -349,7 +352,10 @@ func TestFaults(t *testing.T) {
 				return errors.New("injected")
 			}
 			c := open(t, dir, cache.Options{Staging: staging.Options{Disk: durable.Disk{Fault: fault}}})
-			_, _, err := c.Receive(t.Context(), fileOf(b), func(a *staging.Area) error { _, err := put(a, b); return err }, nil)
+			_, _, err := c.Receive(t.Context(), fileOf(b), func(a *staging.Area) error {
+				_, err := put(a, b)
+				return err
+			}, nil)
 			if count.Load() < n {
 				if err != nil || n < 8 {
 					t.Fatalf("%d changes of the disk were seen: %v", n-1, err)
