@@ -42,6 +42,9 @@ func Use(name string) error {
 // Kernels returns the names that Use takes on this processor, slowest first.
 func Kernels() []string { return block.Names() }
 
+// Width returns how many streams at a time Write makes use of on one core; 1: it takes one after the other.
+func Width() int { return kernel().Take(block.Most) }
+
 // worthwhile is the length below which a piece is hashed alone, as sharing a core costs about as much as it saves.
 const worthwhile = 2 << 10
 
