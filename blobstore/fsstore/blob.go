@@ -159,7 +159,7 @@ func (r *reader) WriteTo(w io.Writer) (int64, error) {
 	if rf, ok := w.(io.ReaderFrom); ok {
 		return rf.ReadFrom(&r.rest)
 	}
-	piece := r.st.pieces.Get().(*[durable.PieceSize]byte)
+	piece := r.st.piece()
 	defer r.st.pieces.Put(piece)
 	return io.CopyBuffer(w, &r.rest, piece[:])
 }

@@ -105,7 +105,7 @@ func (st *Store) mendSize(ctx context.Context, i blobstore.Info) bool {
 		return false
 	}
 	defer f.Close()
-	piece := st.pieces.Get().(*[durable.PieceSize]byte)
+	piece := st.piece()
 	defer st.pieces.Put(piece)
 	h, n := identity.NewHash(), int64(0)
 	for err == nil && ctx.Err() == nil {

@@ -22,11 +22,14 @@ type session struct {
 	id    string
 	data  *durable.File
 	state *durable.File
-	hash  *lanes.Recorder // of the first size bytes of data
+	hash  *lanes.Recorder // of the first size bytes of data, but for what feed has put off
+	feed  *lanes.Feed     // of hash; nil but in receive
 	size  int64           // of data
-	saved slot            // the current slot: always durable, except the one that Create made
-	at    int             // which one it is
-	first slot            // the current one when the call began; it covers everything that was there then
+
+	reserved int64 // the disk space that was taken for data ends here, if that is more than size
+	saved    slot  // the current slot: always durable, except the one that Create made
+	at       int   // which one it is
+	first    slot  // the current one when the call began; it covers everything that was there then
 
 	failed error // why saving failed; nothing more is saved then
 
@@ -146,14 +149,14 @@ func (st *Store) sameBoot(sl *slot) bool {
 }
 
 func (s *session) hashTo(ctx context.Context, size int64) error {
-	piece := s.st.pieces.Get().(*[durable.PieceSize]byte)
+	piece := s.st.piece()
 	defer s.st.pieces.Put(piece)
 	for s.size < size && ctx.Err() == nil {
 		n, err := s.data.ReadAt(piece[:min(durable.PieceSize, size-s.size)], s.size)
 		if err != nil && !errors.Is(err, io.EOF) || n == 0 {
 			return fmt.Errorf("hash what was received: %w", err)
 		}
-		s.hash.Write(piece[:n])
+		s.st.hashes.Write(s.hash, piece[:n])
 		s.size += int64(n)
 	}
 	return ctx.Err()
@@ -175,9 +178,14 @@ func (s *session) check(want identity.Digest) error {
 
 // receive stores and hashes what r has, and saves the state on the way. Size, hash and the data file agree on return,
 // whatever the error. What went wrong with saving is for save to say.
-func (s *session) receive(ctx context.Context, r io.Reader) error {
-	piece := s.st.pieces.Get().(*[durable.PieceSize]byte)
-	defer s.st.pieces.Put(piece)
+func (s *session) receive(ctx context.Context, r io.Reader) (err error) {
+	p := pair{st: s.st}
+	defer p.give()
+	s.feed = s.st.hashes.Feed(s.hash)
+	defer func() {
+		s.feed.Close()
+		err = errors.Join(err, s.release())
+	}()
 	bg := background{s: s}
 	defer bg.wait()
 	announced, room := s.saved.Announced, int64(math.MaxInt64)
@@ -188,11 +196,12 @@ func (s *session) receive(ctx context.Context, r io.Reader) error {
 		if err := ctx.Err(); err != nil {
 			return err
 		}
+		piece := p.free()
 		n, rerr := blobstore.Fill(r, piece[:max(1, min(durable.PieceSize, room))])
 		if room -= int64(n); room < 0 {
 			return fmt.Errorf("%w: more than the announced %d bytes", blobstore.ErrSizeMismatch, announced)
 		}
-		if err := s.write(piece[:n]); err != nil {
+		if p.held, err = s.write(piece[:n]); err != nil {
 			return err
 		}
 		if rerr == io.EOF {
@@ -204,18 +213,68 @@ func (s *session) receive(ctx context.Context, r io.Reader) error {
 	return nil
 }
 
-// write stores b and hashes what was stored of it. After an error the file ends where the hash does.
-func (s *session) write(b []byte) error {
+// write stores b and hashes what was stored of it, maybe later: then held is true, and b must stay as it is until the
+// next one is written or feed is flushed. After an error the file ends where the hash does.
+func (s *session) write(b []byte) (held bool, err error) {
 	if len(b) == 0 {
-		return nil
+		return false, nil
 	}
+	s.reserve(int64(len(b)))
 	n, err := s.data.WriteAt(b, s.size)
-	s.hash.Write(b[:n])
+	held = s.feed.Write(b[:n])
 	s.size += int64(n)
 	if err != nil {
 		err = errors.Join(err, s.data.Truncate(s.size))
 	}
-	return err
+	return held, err
+}
+
+// reserve takes disk space for the next bytes of an upload that was announced with a size, some at a time, as that makes
+// writing and syncing cheaper. A full disk is for the write to find.
+func (s *session) reserve(n int64) {
+	if s.saved.Announced < 0 || s.size+n <= s.reserved {
+		return
+	}
+	if s.reserved = min(s.size+max(n, reserveStep), s.saved.Announced); s.reserved-s.size > n {
+		_ = s.data.ReserveNext(s.size, s.reserved-s.size)
+	}
+}
+
+// release gives back what was reserved and not used.
+func (s *session) release() error {
+	if s.reserved <= s.size {
+		return nil
+	}
+	s.reserved = 0
+	return s.data.Truncate(s.size)
+}
+
+// pair is the buffers of one receive: the one that is filled, and another while the bytes of the first one are not yet
+// hashed.
+type pair struct {
+	st   *Store
+	both [2]*piece
+	held bool // both[0] is
+}
+
+// free returns the buffer to fill next.
+func (p *pair) free() *piece {
+	if p.held {
+		p.both[0], p.both[1] = p.both[1], p.both[0]
+	}
+	if p.both[0] == nil {
+		p.both[0] = p.st.piece()
+	}
+	return p.both[0]
+}
+
+// give gives the buffers back when everything is hashed.
+func (p *pair) give() {
+	for _, b := range p.both {
+		if b != nil {
+			p.st.pieces.Put(b)
+		}
+	}
 }
 
 func (sl *slot) setHash(h identity.Hash) error {
@@ -398,6 +457,7 @@ func (b *background) step() bool {
 	if b.s.failed != nil || b.s.size-b.s.saved.Covered < b.s.st.every {
 		return b.s.failed == nil
 	}
+	b.s.feed.Flush()
 	sv, err := b.s.point()
 	if err != nil {
 		b.s.failed = err

@@ -59,6 +59,9 @@ const (
 // what a killed process has to hash again is bounded by about twice this.
 const syncEvery = 64 << 20
 
+// reserveStep is how much disk space an upload takes ahead of what comes, at most.
+const reserveStep = 16 << 20
+
 // Options are choices of Open. The zero Options are the usual ones.
 type Options struct {
 	// Notify, if set, is told what an operator should know about how the store was found, one line each.
@@ -85,7 +88,8 @@ type Store struct {
 	lock    *durable.Lock
 	refs    *refLog
 	closed  atomic.Bool
-	pieces  sync.Pool // *[durable.PieceSize]byte
+	pieces  sync.Pool  // *piece, from piece
+	hashes  lanes.Pool // of all uploads
 	names   names
 	shelves [256]shelfState // of blobs/sha256/XX
 	lobby   durable.Group   // syncs of uploads
@@ -94,6 +98,11 @@ type Store struct {
 	every   int64           // syncEvery, smaller in tests
 	segment int64           // lanes.SegmentSize, smaller in tests
 }
+
+// piece is a buffer of bulk data.
+type piece [durable.PieceSize]byte
+
+func (st *Store) piece() *piece { return st.pieces.Get().(*piece) }
 
 type shelfState struct {
 	syncs durable.Group
@@ -279,7 +288,7 @@ func Open(dir string, o Options) (*Store, error) {
 		dir: dir, disk: o.Disk, lock: lock, busy: map[string]bool{}, reading: o.ReadOnly,
 		every: syncEvery, segment: lanes.SegmentSize,
 	}
-	st.pieces.New = func() any { return new([durable.PieceSize]byte) }
+	st.pieces.New = func() any { return (*piece)(lanes.Buffer(durable.PieceSize)) }
 	if err := st.recover(o); err != nil {
 		lock.Release()
 		return nil, fmt.Errorf("open store %s: %w", dir, err)

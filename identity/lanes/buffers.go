@@ -1,5 +1,7 @@
 package lanes
 
+import "sync/atomic"
+
 // The addresses that the lanes of a kernel read at one time must not be equal modulo pageSize, as they compete for the
 // same lines of the first cache. Buffers sets each buffer off by stagger more than the one before.
 const (
@@ -17,4 +19,14 @@ func Buffers(n, size int) [][]byte {
 		bufs[i] = all[i*stride : i*stride+size : i*stride+size]
 	}
 	return bufs
+}
+
+// made counts the buffers that Buffer made.
+var made atomic.Uint32
+
+// Buffer returns one buffer of size bytes. Those of successive calls are set off from one another as those of Buffers
+// are.
+func Buffer(size int) []byte {
+	off := int(made.Add(1)) * stagger % pageSize
+	return make([]byte, off+size)[off:]
 }

@@ -17,6 +17,7 @@ import (
 type Pool struct {
 	mu      sync.Mutex
 	last    io.Writer // the stream of the last piece that came
+	feeds   int       // that are open
 	waiting []*job
 }
 
@@ -42,6 +43,11 @@ func (p *Pool) Write(to io.Writer, b []byte) {
 		<-j.done
 		return
 	}
+	run(batch)
+}
+
+// run writes the pieces of jobs that were taken.
+func run(batch []*job) {
 	pieces := make([]Piece, len(batch))
 	for i, j := range batch {
 		pieces[i] = j.Piece
@@ -59,6 +65,11 @@ func (p *Pool) queue(to io.Writer, b []byte) *job {
 	if alone && len(p.waiting) == 0 || len(b) < worthwhile || kernel().Take(block.Most) <= 1 {
 		return nil
 	}
+	return p.add(to, b)
+}
+
+// add has a piece wait. It is called with mu held, as taken is.
+func (p *Pool) add(to io.Writer, b []byte) *job {
 	j := &job{Piece: Piece{to, b}, done: make(chan struct{})}
 	p.waiting = append(p.waiting, j)
 	return j
@@ -72,6 +83,10 @@ func (p *Pool) take(j *job) []*job {
 	if j.taken {
 		return nil
 	}
+	return p.taken(j)
+}
+
+func (p *Pool) taken(j *job) []*job {
 	n := max(1, kernel().Take(len(p.waiting))) - 1
 	p.waiting = slices.DeleteFunc(p.waiting, func(o *job) bool { return o == j })
 	batch := append(slices.Clone(p.waiting[:n]), j)

@@ -128,7 +128,11 @@ func (f *File) Truncate(size int64) error {
 
 // Reserve takes the disk space for the file's first size bytes now and leaves its size as it is. An error is the
 // system's, ENOSPC for example; where the filesystem can't reserve, it does nothing.
-func (f *File) Reserve(size int64) error { return reserve(f.f, size) }
+func (f *File) Reserve(size int64) error { return reserve(f.f, 0, size) }
+
+// ReserveNext is Reserve for the n bytes at off, which may lie behind the file's end. Bytes that are written to space
+// taken before cost less, as it is in one piece.
+func (f *File) ReserveNext(off, n int64) error { return reserve(f.f, off, n) }
 
 // Sync makes the data durable, and the size. After an error nothing is known about what was written since the last Sync
 // that succeeded, and another Sync does not tell: write it again, elsewhere, or drop it.

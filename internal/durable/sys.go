@@ -61,8 +61,8 @@ func dataSync(f *os.File) error {
 	return nil
 }
 
-func reserve(f *os.File, size int64) error {
-	err := control(f, func(fd int) error { return unix.Fallocate(fd, unix.FALLOC_FL_KEEP_SIZE, 0, size) })
+func reserve(f *os.File, off, n int64) error {
+	err := control(f, func(fd int) error { return unix.Fallocate(fd, unix.FALLOC_FL_KEEP_SIZE, off, n) })
 	if err == nil || errors.Is(err, unix.EOPNOTSUPP) || errors.Is(err, unix.ENOSYS) {
 		return nil
 	}
