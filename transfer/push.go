@@ -8,7 +8,7 @@ import (
 	"fmt"
 	"io"
 	"maps"
-	"runtime"
+	"math"
 	"slices"
 	"sync"
 
@@ -26,6 +26,10 @@ import (
 
 // maxUploads is how many blobs are sent at a time; more connections do not help a link, and cost the registry buffers.
 const maxUploads = 4
+
+// pushStreams is how many files are hashed at a time on a core: with more, the first of them would be done, and sent,
+// later.
+const pushStreams = 4
 
 // PushOptions says how a model is pushed. The zero value is ready to use.
 type PushOptions struct {
@@ -130,40 +134,55 @@ type layer struct {
 	digest identity.Digest
 }
 
-// run hashes and uploads all files, small ones first. While some are sent, others are hashed.
+// run hashes and uploads all files: the small ones that lie beside the shards first, then the shards. While some are
+// sent, others are hashed.
 func (p *push) run(ctx context.Context) ([]layer, identity.Manifest, error) {
-	files := slices.Concat(p.f.Others, p.f.Shards)
-	layers := make([]layer, len(files))
-	for i, file := range files {
+	order := slices.Concat(p.f.Others, p.f.Shards)
+	slices.SortFunc(order, func(a, b folder.File) int {
+		return cmp.Or(cmp.Compare(rank(a), rank(b)), cmp.Compare(a.Name, b.Name))
+	})
+	layers := make([]layer, len(order))
+	for i, file := range order {
 		layers[i].File = file
 		p.u.watch.tell(Event{Step: Planned, Phase: PhaseHash, File: file.Name, Total: file.Size})
 	}
-	order := make([]*layer, len(layers))
-	for i := range layers {
-		order[i] = &layers[i]
-	}
-	slices.SortFunc(order, func(a, b *layer) int {
-		return cmp.Or(cmp.Compare(a.Size, b.Size), cmp.Compare(a.Name, b.Name))
-	})
-	hashing := make(chan struct{}, runtime.GOMAXPROCS(0))
 	g, ctx := errgroup.WithContext(ctx)
-	g.SetLimit(cap(hashing) + maxUploads - 1)
 	sending := make(chan struct{}, maxUploads)
-	for _, l := range order {
-		g.Go(func() error {
-			if err := within(ctx, hashing, func() error { return p.hash(ctx, l) }); err != nil || !p.take(l.digest) {
-				return err
-			}
-			return within(ctx, sending, func() error {
-				return p.u.Send(ctx, Blob{l.Name, l.digest, l.Size, OnDisk{p.f, l.File}})
-			})
+	g.Go(func() error {
+		return p.f.HashAll(ctx, order, folder.Hashing{
+			Streams: pushStreams,
+			Moved:   func(i int, n int64) { p.hashed(Moved, order[i], n) },
+			Done: func(i int, h folder.Hashed) {
+				l := &layers[i]
+				l.digest = h.Digest
+				p.hashed(Done, l.File, l.Size)
+				if p.take(l.digest) {
+					g.Go(func() error { return within(ctx, sending, func() error { return p.send(ctx, l) }) })
+				}
+			},
 		})
-	}
+	})
 	if err := g.Wait(); err != nil {
 		return nil, identity.Manifest{}, err
 	}
 	base, err := baseOf(layers)
 	return layers, base, err
+}
+
+// rank puts shards behind all else, and large ones before small ones: so the last ones to be hashed are short.
+func rank(f folder.File) int64 {
+	if f.Kind == folder.Weight {
+		return math.MaxInt64 - f.Size
+	}
+	return math.MinInt64 + f.Size
+}
+
+func (p *push) hashed(s Step, f folder.File, n int64) {
+	p.u.watch.tell(Event{Step: s, Phase: PhaseHash, File: f.Name, Bytes: n, Total: f.Size})
+}
+
+func (p *push) send(ctx context.Context, l *layer) error {
+	return p.u.Send(ctx, Blob{l.Name, l.digest, l.Size, OnDisk{p.f, l.File}})
 }
 
 // within runs do while holding a place among those that slots has.
@@ -175,16 +194,6 @@ func within(ctx context.Context, slots chan struct{}, do func() error) error {
 	case <-ctx.Done():
 		return context.Cause(ctx)
 	}
-}
-
-func (p *push) hash(ctx context.Context, l *layer) (err error) {
-	l.digest, _, err = p.f.Hash(ctx, l.File, func(n int64) {
-		p.u.watch.tell(Event{Step: Moved, Phase: PhaseHash, File: l.Name, Bytes: n, Total: l.Size})
-	})
-	if err == nil {
-		p.u.watch.tell(Event{Step: Done, Phase: PhaseHash, File: l.Name, Bytes: l.Size, Total: l.Size})
-	}
-	return err
 }
 
 // take says whether the caller is the first to ask for a blob: files with the same bytes are sent once.

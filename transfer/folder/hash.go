@@ -9,19 +9,16 @@ import (
 	"io"
 	"io/fs"
 	"os"
-	"runtime"
 	"slices"
-	"sync"
 	"syscall"
 	"time"
 
-	"golang.org/x/sync/errgroup"
-
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/identity/safetensors"
+	"github.com/kiln-registry/kiln-registry/transfer/hashing"
 )
 
-// Piece is how much is read at once: 256 KiB fits the cache that the hash works from; more costs time.
+// Piece is how much is best read at once: 256 KiB fit the cache that a hash works from; more cost time.
 const Piece = 256 << 10
 
 // ErrChanged: a file is no longer what it was when the directory was listed.
@@ -61,45 +58,109 @@ func unchanged(file *os.File, f File) error {
 	return nil
 }
 
-var pieces = sync.Pool{New: func() any { return new([Piece]byte) }}
-
 // Hash reads a file once, from its start to one byte past its end, and returns its SHA-256. A shard's header is checked
 // in the same pass. moved, which may be nil, is told how many bytes are done. ErrChanged where the file changes
 // meanwhile; *safetensors.Error where a shard is none.
 func (f *Folder) Hash(ctx context.Context, file File, moved func(int64)) (identity.Digest, []safetensors.Warning, error) {
-	in, err := open(file)
-	if err != nil {
-		return identity.Digest{}, nil, err
+	var h Hashed
+	err := f.HashAll(ctx, []File{file}, Hashing{
+		Moved: func(_ int, n int64) {
+			if moved != nil {
+				moved(n)
+			}
+		},
+		Done: func(_ int, done Hashed) { h = done },
+	})
+	return h.Digest, h.Warnings, err
+}
+
+// Hashed is what was found out about a file.
+type Hashed struct {
+	Digest   identity.Digest
+	Warnings []safetensors.Warning
+}
+
+// Hashing says who is told of the files that are hashed, by their numbers. The functions are called from several
+// goroutines, for one file by one at a time; nil ones are not.
+type Hashing struct {
+	Moved   func(i int, done int64) // bytes of the file that were read
+	Done    func(i int, h Hashed)
+	Streams int // files at a time on a core, at most; zero: as many as are of use
+}
+
+// HashAll is Hash for several files, which are read at the same time as far as that is of use, those first that come
+// first. The first error ends it.
+func (f *Folder) HashAll(ctx context.Context, files []File, o Hashing) error {
+	jobs := make([]*job, len(files))
+	for i, file := range files {
+		jobs[i] = &job{f: f, ctx: ctx, i: i, file: file, o: o}
 	}
-	defer in.Close()
-	r := &hasher{in: in, hash: identity.NewHash(), ctx: ctx, moved: moved}
-	warnings, err := f.check(r, file)
-	if err == nil {
-		buf := pieces.Get().(*[Piece]byte)
-		defer pieces.Put(buf)
-		for err == nil {
-			_, err = r.Read(buf[:])
-		}
+	return hashing.Run(ctx, jobs, hashing.Options{Streams: o.Streams})
+}
+
+// job is one file that is hashed.
+type job struct {
+	f        *Folder
+	ctx      context.Context
+	i        int
+	file     File
+	o        Hashing
+	in       *os.File
+	hash     identity.Hash
+	head     int64 // bytes read to check the header
+	done     int64
+	warnings []safetensors.Warning
+}
+
+// Open implements hashing.Job.
+func (j *job) Open() (p hashing.Part, err error) {
+	if j.in, err = open(j.file); err != nil {
+		return p, err
 	}
-	switch changed := unchanged(in, file); {
+	j.hash = identity.NewHash()
+	r := &hasher{in: j.in, hash: j.hash, ctx: j.ctx}
+	j.warnings, err = j.f.check(r, j.file)
+	j.head, j.done = r.done, r.done
+	if err != nil && err != io.EOF {
+		return p, j.Close(err)
+	}
+	if j.head > 0 {
+		j.Moved(0)
+	}
+	return hashing.Part{File: j.in, Off: j.head, End: -1, To: j.hash}, nil
+}
+
+// Moved implements hashing.Job.
+func (j *job) Moved(n int64) {
+	j.done = j.head + n
+	if j.o.Moved != nil {
+		j.o.Moved(j.i, j.done)
+	}
+}
+
+// Close implements hashing.Job.
+func (j *job) Close(err error) error {
+	defer j.in.Close()
+	switch changed := unchanged(j.in, j.file); {
 	case changed != nil:
-		return identity.Digest{}, nil, changed
-	case err != io.EOF:
-		return identity.Digest{}, nil, safetensors.InFile(file.Name, err)
-	case r.done != file.Size:
-		err := fmt.Errorf("%s: %w: it has %d bytes, %d were read", file.Name, ErrChanged, file.Size, r.done)
-		return identity.Digest{}, nil, err
+		return changed
+	case err != nil:
+		return safetensors.InFile(j.file.Name, err)
+	case j.done != j.file.Size:
+		return fmt.Errorf("%s: %w: it has %d bytes, %d were read", j.file.Name, ErrChanged, j.file.Size, j.done)
 	}
-	return identity.DigestOf(r.hash), warnings, nil
+	if j.o.Done != nil {
+		j.o.Done(j.i, Hashed{identity.DigestOf(j.hash), j.warnings})
+	}
+	return nil
 }
 
 // hasher hashes what is read through it.
 type hasher struct {
-	in    io.Reader
-	hash  identity.Hash
-	ctx   context.Context
-	moved func(int64)
-	done  int64
+	in   io.Reader
+	hash identity.Hash
+	ctx  context.Context
+	done int64
 }
 
 func (r *hasher) Read(p []byte) (int, error) {
@@ -109,9 +170,6 @@ func (r *hasher) Read(p []byte) (int, error) {
 	n, err := r.in.Read(p)
 	r.hash.Write(p[:n])
 	r.done += int64(n)
-	if r.moved != nil && n > 0 {
-		r.moved(r.done)
-	}
 	return n, err
 }
 
@@ -166,33 +224,20 @@ type Sum struct {
 // Sum hashes all shards, several at a time, and returns their manifest. moved, which may be nil, is told how many bytes of
 // a file are done; it is called from several goroutines.
 func (f *Folder) Sum(ctx context.Context, moved func(file File, done int64)) (Sum, error) {
+	files := slices.SortedFunc(slices.Values(f.Shards), func(a, b File) int { return cmp.Compare(b.Size, a.Size) })
+	hashed := make([]Hashed, len(files))
+	o := Hashing{Done: func(i int, h Hashed) { hashed[i] = h }}
+	if moved != nil {
+		o.Moved = func(i int, done int64) { moved(files[i], done) }
+	}
 	sum := Sum{Warnings: slices.Clone(f.Warnings)}
-	shards := make([]identity.Shard, len(f.Shards))
-	order := make([]int, len(f.Shards))
-	for i := range order {
-		order[i] = i
-	}
-	slices.SortFunc(order, func(a, b int) int { return cmp.Compare(f.Shards[b].Size, f.Shards[a].Size) })
-	var mu sync.Mutex
-	g, ctx := errgroup.WithContext(ctx)
-	g.SetLimit(runtime.GOMAXPROCS(0))
-	for _, i := range order {
-		g.Go(func() error {
-			file := f.Shards[i]
-			d, warnings, err := f.Hash(ctx, file, func(n int64) {
-				if moved != nil {
-					moved(file, n)
-				}
-			})
-			mu.Lock()
-			defer mu.Unlock()
-			sum.Warnings = append(sum.Warnings, warnings...)
-			shards[i] = identity.Shard{Filename: file.Name, Size: uint64(file.Size), Digest: d}
-			return err
-		})
-	}
-	if err := g.Wait(); err != nil {
+	if err := f.HashAll(ctx, files, o); err != nil {
 		return sum, err
+	}
+	shards := make([]identity.Shard, len(files))
+	for i, h := range hashed {
+		sum.Warnings = append(sum.Warnings, h.Warnings...)
+		shards[i] = identity.Shard{Filename: files[i].Name, Size: uint64(files[i].Size), Digest: h.Digest}
 	}
 	m, err := identity.New(shards)
 	sum.Manifest = m
