@@ -93,9 +93,12 @@ type EvalRun struct {
 	SuiteHash      string    `json:"suite_hash,omitempty"`
 	Adapter        string    `json:"adapter,omitempty"` // name; empty: the base alone
 	AdapterContent string    `json:"adapter_content_sha256,omitempty"`
+	Aggregation    string    `json:"aggregation,omitempty"` // how tries make a verdict: single, mean_at_k, pass_at_k, majority_at_k
+	K              int       `json:"k,omitempty"`           // tries at one example
 	Examples       int       `json:"examples"`
 	Passed         int       `json:"passed"`
-	Accuracy       *float64  `json:"accuracy,omitempty"` // absent: no example was judged
+	Accuracy       *float64  `json:"accuracy,omitempty"`        // passed of examples; absent: it is not recorded how many passed
+	Stated         *float64  `json:"accuracy_stated,omitempty"` // by the document, where it is none or another than that
 	Low            *float64  `json:"accuracy_low,omitempty"`
 	High           *float64  `json:"accuracy_high,omitempty"` // Wilson score interval, 95 %
 	Seed           string    `json:"seed,omitempty"`
@@ -132,6 +135,9 @@ type Link struct {
 	Aggregate identity.Aggregate `json:"aggregate_sha256,omitzero"` // the base that is named, where it is one
 	Statement identity.Digest    `json:"statement,omitzero"`        // the manifest of the statement that says so
 	How       string             `json:"how,omitempty"`             // of derived_from: quantize, merge or finetune
+	Base      identity.Aggregate `json:"base,omitzero"`             // to which a bind statement binds
+	By        string             `json:"by,omitempty"`              // who makes the statement, as they call themselves
+	Reason    string             `json:"reason,omitempty"`          // that the statement gives
 	Inside    bool               `json:"inside,omitempty"`          // what is named is a file of the one that names it
 	Artifact  *Artifact          `json:"artifact,omitempty"`        // absent: no artifact here, as far as the caller may see
 }

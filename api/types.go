@@ -159,11 +159,15 @@ type Artifact struct {
 	AnnotationsOmitted bool              `json:"annotations_omitted,omitempty"` // they have more than 2 KiB
 	Facts              *Facts            `json:"facts,omitempty"`
 	FactsOmitted       bool              `json:"facts_omitted,omitempty"` // they have more than 4 KiB
-	// Bindings are all of them where bind statements name different bases, Binding being the first: none of them holds
-	// more than another. Listings, which list the artifact under each of those bases, leave this and MoreBindings out.
+	// Bases is under how many bases the artifact is listed, where that are several: the bind statements about it disagree,
+	// or it has outcome rows of each.
+	Bases int `json:"bases,omitempty"`
+	// Bindings are all of them where there are several, Binding being the first. Of those that bind statements make none
+	// holds more than another; those of outcome rows are all true. Listings, which list the artifact under each of those
+	// bases, leave this and MoreBindings out.
 	Bindings []Binding `json:"bindings,omitempty"`
-	// MoreBindings: there are more bind statements about the artifact than were looked at. They are children of its
-	// lineage.
+	// MoreBindings: there are more bind statements about the artifact than the 16 newest, which count. All are children of
+	// its lineage.
 	MoreBindings bool `json:"more_bindings,omitempty"`
 	// Binding is zero for a base: its own bytes say what it is. It is the last member: listings write the rest of a row
 	// from one piece.

@@ -34,7 +34,7 @@ var forms = map[string]func(data []byte) (v any, again []byte, err error){
 		if !l.binds {
 			r.Kind = api.KindBase
 		}
-		again, failed := encodeListed(r, b, nil, false)
+		again, failed := encodeListed(r, b, 1, nil, false)
 		if err := same.decode(again); failed != nil || err != nil || same.binds != l.binds ||
 			string(same.evidence) != string(l.evidence) || same.boundBy != l.boundBy {
 			panic("a listing's value does not read as it was written")

@@ -221,7 +221,7 @@ func (c *change) relistOne(was touched) error {
 		delete(old, string(k))
 		var value []byte
 		if b != nil {
-			body, err := encodeListed(r, *b, tags, more)
+			body, err := encodeListed(r, *b, len(bindings), tags, more)
 			if err != nil {
 				return err
 			}
@@ -303,6 +303,7 @@ type wireArtifact struct {
 	AnnotationsOmitted bool              `json:"annotations_omitted,omitempty"`
 	Facts              json.RawMessage   `json:"facts,omitempty"`
 	FactsOmitted       bool              `json:"facts_omitted,omitempty"`
+	Bases              int               `json:"bases,omitempty"`
 	Binding            *api.Binding      `json:"binding,omitempty"`
 }
 
@@ -311,7 +312,8 @@ const (
 	isHeld  = `true}}`
 )
 
-func wireOf(r Record, b Binding, tags []string, more bool) wireArtifact {
+// wireOf is what the row of r shows under b, one of its bases.
+func wireOf(r Record, b Binding, bases int, tags []string, more bool) wireArtifact {
 	a := wireArtifact{
 		Held: api.Held{Repository: r.Repo, Digest: r.Digest, MediaType: r.MediaType, Tags: tags, MoreTags: more,
 			Created: r.Created},
@@ -326,6 +328,9 @@ func wireOf(r Record, b Binding, tags []string, more bool) wireArtifact {
 	}
 	if a.FactsOmitted = len(r.Facts) > listedFacts; !a.FactsOmitted {
 		a.Facts = r.Facts
+	}
+	if bases > 1 {
+		a.Bases = bases
 	}
 	if r.Kind != api.KindBase {
 		a.Binding = &api.Binding{Aggregate: b.Aggregate, Evidence: b.Evidence}
@@ -351,8 +356,8 @@ const (
 	flagBoundBy
 )
 
-func encodeListed(r Record, binding Binding, tags []string, more bool) ([]byte, error) {
-	text, err := json.Marshal(wireOf(r, binding, tags, more))
+func encodeListed(r Record, binding Binding, bases int, tags []string, more bool) ([]byte, error) {
+	text, err := json.Marshal(wireOf(r, binding, bases, tags, more))
 	if err != nil {
 		return nil, fmt.Errorf("list %s@%s: %w", r.Repo, r.Digest, err)
 	}

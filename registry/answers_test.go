@@ -3,6 +3,7 @@ package registry_test
 import (
 	"bufio"
 	"bytes"
+	"cmp"
 	"encoding/json"
 	"fmt"
 	"log/slog"
@@ -80,7 +81,7 @@ func (f *family) kiln(repo, name string, seed byte, start identity.Digest) ident
 
 // statement pushes a statement.
 func (f *family) statement(repo string, st documents.Statement) identity.Digest {
-	st.Reason, st.By, st.At = "seen", "ana", "2026-01-02T03:04:05Z"
+	st.Reason, st.By, st.At = cmp.Or(st.Reason, "seen"), "ana", "2026-01-02T03:04:05Z"
 	b, err := st.Document()
 	if err != nil {
 		f.t.Fatal(err)
@@ -340,7 +341,7 @@ func TestLineage(t *testing.T) {
 				"derived_from lab/merged", "output team/receipts", "parent_adapter lab/second"}},
 			"adapter on it": {of: f.second, parents: []string{"parent_adapter team/adapters", "receipt inside"},
 				children: []string{}},
-			"merged": {of: merged, parents: []string{},
+			"merged": {of: merged, parents: []string{"derived_from lab/renamed", "derived_from team/adapters"},
 				children: []string{"statement lab/merge"}},
 			"checkpoint": {of: f.checkpoint, parents: []string{"adapter team/adapters", "adapter weakly demo"},
 				children: []string{}},

@@ -357,15 +357,19 @@ func TestManyDerivations(t *testing.T) {
 func TestBindStatementsThatDisagree(t *testing.T) {
 	everywhere(t, func(t *testing.T, f *family) {
 		bind := func(i int, base identity.Aggregate) identity.Digest {
-			return f.statement("lab/peft", documents.Statement{Bind: &documents.Bind{Artifact: f.plain, Aggregate: base}})
+			return f.statement("lab/peft", documents.Statement{Reason: fmt.Sprint("reason ", i),
+				Bind: &documents.Bind{Artifact: f.plain, Aggregate: base}})
 		}
 		other := bind(0, f.b)
+		bases := 0 // that the last row which was found says
 		find := func(a identity.Aggregate) bool {
-			return slices.ContainsFunc(f.pages(api.PathArtifacts(a)+"?kind=adapter", 10),
-				func(a api.Artifact) bool { return a.Digest == f.plain && a.Repository == "lab/peft" })
+			return slices.ContainsFunc(f.pages(api.PathArtifacts(a)+"?kind=adapter", 10), func(a api.Artifact) bool {
+				bases = a.Bases
+				return a.Digest == f.plain && a.Repository == "lab/peft"
+			})
 		}
-		if !find(f.a) || !find(f.b) {
-			t.Error("not found under both")
+		if !find(f.a) || !find(f.b) || bases != 2 {
+			t.Errorf("not found under both, or it is said to be under %d", bases)
 		}
 		nowhere := identity.Aggregate(identity.Sum([]byte("nowhere")))
 		for _, base := range []identity.Aggregate{f.a, f.b, nowhere} {
@@ -376,19 +380,34 @@ func TestBindStatementsThatDisagree(t *testing.T) {
 			}
 		}
 		l := get[api.Lineage](f.server, api.PathLineage(f.plain)+"?repo=lab/peft")
-		if len(l.Artifact.Bindings) != 2 || l.Artifact.MoreBindings {
+		if len(l.Artifact.Bindings) != 2 || l.Artifact.Bases != 2 || l.Artifact.MoreBindings {
 			t.Errorf("%+v", l)
 		}
 		for i := range 20 {
 			bind(i, identity.Aggregate(identity.Sum(fmt.Append(nil, i))))
 		}
 		got, a := f.ask(trained("lab/peft:v1", &api.Side{Aggregate: nowhere}))
-		if got.Verdict != api.VerdictCannotTell || !got.Artifact.MoreBindings || !strings.Contains(got.Reasons[0], "others") {
+		if got.Verdict != api.VerdictCannotTell || !got.Artifact.MoreBindings || len(got.Artifact.Bindings) != 16 ||
+			!strings.Contains(got.Reasons[0], "the 16 newest bind statements disagree") {
 			t.Error(a)
 		}
 		l = get[api.Lineage](f.server, api.PathLineage(f.plain)+"?repo=lab/peft")
 		if !l.Artifact.MoreBindings || len(l.Children) < 22 {
 			t.Errorf("%+v", l)
+		}
+		// Once the 16 newest agree they decide, whatever the others say.
+		for i := range 16 {
+			bind(100+i, f.b)
+		}
+		for base, says := range map[identity.Aggregate]string{f.b: " in both, but for the artifact", f.a: f.b.String()} {
+			got, a = f.ask(trained("lab/peft:v1", &api.Side{Aggregate: base}))
+			if got.Verdict == api.VerdictNo != (base == f.a) || !strings.Contains(got.Reasons[0], says) ||
+				!got.Artifact.MoreBindings || got.Artifact.Binding.Aggregate != f.b {
+				t.Error(a)
+			}
+		}
+		if find(f.a) || !find(f.b) || bases != 0 {
+			t.Error("found under a base that no statement which counts names")
 		}
 	})
 }

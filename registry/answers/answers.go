@@ -173,7 +173,7 @@ func (v *view) artifact(rec index.Record) (*api.Artifact, error) {
 		a.Binding = bindings[0]
 	}
 	if len(bindings) > 1 {
-		a.Bindings = bindings
+		a.Bindings, a.Bases = bindings, len(bindings)
 	}
 	if a.Binding.Source != "" {
 		a.MoreBindings, err = v.manyBind(rec)

@@ -205,7 +205,7 @@ func (v *view) walk(w *statements) error {
 	return err
 }
 
-// derivations are what statements say about the sources of a base: of one source, or, if that is zero, of all.
+// derivations are what statements say about one source of a base.
 func derivations(found []index.Record, to, from identity.Aggregate) (all []api.Derivation, err error) {
 	for _, rec := range found {
 		f, err := facts(rec)
@@ -217,21 +217,11 @@ func derivations(found []index.Record, to, from identity.Aggregate) (all []api.D
 			continue
 		}
 		for _, source := range s.From {
-			if from.IsZero() || source == from {
+			if source == from {
 				all = append(all, api.Derivation{From: source, To: to, How: s.How, Tool: s.Tool, Reason: s.Reason, By: s.By,
 					Repository: rec.Repo, Statement: rec.Digest})
 			}
 		}
 	}
 	return all, nil
-}
-
-// derivedFrom returns a page of what statements say about the sources of a base, and where the next one starts.
-func (v *view) derivedFrom(to identity.Aggregate, after string) (all []api.Derivation, next string, err error) {
-	found, next, err := v.Index.Records(v.ctx, index.Query{Target: index.AggregateTarget(to),
-		Relation: api.RelationStatement, See: v.c.Sees, Next: v.c.Next, After: after}, maxStatements)
-	if err == nil {
-		all, err = derivations(found, to, identity.Aggregate{})
-	}
-	return all, next, err
 }

@@ -140,13 +140,10 @@ func (s subject) bound() (documents.Binding, error) {
 	return out, err
 }
 
-// disputed says why what bind statements say of the artifact's base decides nothing; empty: nothing else binds it, or
-// they agree.
+// disputed says why what bind statements say of the artifact's base decides nothing; empty: it needs none, or those that
+// count agree.
 func (s subject) disputed() string {
 	all := s.shown.Bindings
-	if len(all) == 0 && s.shown.MoreBindings {
-		all = []api.Binding{s.shown.Binding}
-	}
 	if len(all) == 0 {
 		return ""
 	}
@@ -154,12 +151,11 @@ func (s subject) disputed() string {
 	for _, b := range all {
 		says = append(says, fmt.Sprintf("%s says %s", b.Source, b.Aggregate))
 	}
-	reason := "the artifact does not record its base, and bind statements disagree about it: " + strings.Join(says, ", ")
+	which := "bind statements"
 	if s.shown.MoreBindings {
-		reason = "the artifact does not record its base, and there are more bind statements about it than are compared: " +
-			strings.Join(says, ", ") + ", and there are others"
+		which = fmt.Sprintf("the %d newest bind statements", maxBinds)
 	}
-	return reason
+	return "the artifact does not record its base, and " + which + " disagree about it: " + strings.Join(says, ", ")
 }
 
 // madeFrom answers whether an adapter was trained from the bytes of a base, or an eval used them.

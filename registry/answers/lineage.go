@@ -91,26 +91,84 @@ func (v *view) parents(rec index.Record, f api.Facts, bindings []api.Binding) (l
 	return links, nil
 }
 
-// parentCursor is what the cursors of parents begin with.
-const parentCursor = "p."
+// What the cursors of parents begin with, and of those the ones of statements that name the manifest.
+const (
+	parentCursor   = "p."
+	manifestCursor = "m."
+)
 
-// sources returns a page of the bases from which statements say that a base was made.
+// sources returns a page of what statements say from what a base was made: other bases, and adapters that were merged in.
+// Those that name its bytes come first, then those that name its manifest.
 func (v *view) sources(rec index.Record, after string) (links []api.Link, next string, err error) {
-	if rec.Kind != api.KindBase || rec.Aggregate.IsZero() {
+	if rec.Kind != api.KindBase {
 		return nil, "", nil
 	}
-	derived, next, err := v.derivedFrom(rec.Aggregate, after)
-	for _, s := range derived {
-		link := api.Link{Relation: api.RelationDerived, Aggregate: s.From, Statement: s.Statement, How: s.How}
-		if link.Artifact, err = v.base(s.From); err != nil {
+	after, named := strings.CutPrefix(after, manifestCursor)
+	if !named && !rec.Aggregate.IsZero() {
+		links, next, err = v.sourcesBy(index.AggregateTarget(rec.Aggregate), after)
+		switch {
+		case err != nil:
 			return nil, "", err
+		case next != "":
+			return links, parentCursor + next, nil
+		case len(links) >= maxStatements:
+			return links, parentCursor + manifestCursor, nil
+		}
+		after = ""
+	}
+	more, next, err := v.sourcesBy(rec.Digest, after)
+	if next != "" {
+		next = parentCursor + manifestCursor + next
+	}
+	return append(links, more...), next, err
+}
+
+// sourcesBy is a page of what the statements about a target say.
+func (v *view) sourcesBy(target identity.Digest, after string) (links []api.Link, next string, err error) {
+	statements, next, err := v.Index.Records(v.ctx, index.Query{Target: target, Relation: api.RelationStatement,
+		See: v.c.Sees, Next: v.c.Next, After: after}, maxStatements)
+	if err != nil {
+		return nil, "", err
+	}
+	for _, s := range statements {
+		more, err := v.sourcesOf(s)
+		if err != nil {
+			return nil, "", err
+		}
+		links = append(links, more...)
+	}
+	return links, next, nil
+}
+
+// sourcesOf are the links from what was made to what a derived-from statement says that it was made from.
+func (v *view) sourcesOf(statement index.Record) (links []api.Link, err error) {
+	f, err := facts(statement)
+	if err != nil || f.Statement == nil || f.Statement.Type != api.StatementDerived {
+		return nil, err
+	}
+	link := stating(api.Link{Relation: api.RelationDerived}, statement, *f.Statement)
+	for _, a := range f.Statement.From {
+		link.Aggregate = a
+		if link.Artifact, err = v.base(a); err != nil {
+			return nil, err
 		}
 		links = append(links, link)
 	}
-	if next != "" {
-		next = parentCursor + next
+	link.Aggregate = identity.Aggregate{}
+	for _, d := range f.Statement.FromArtifacts {
+		link.Digest = d
+		if link.Artifact, err = v.look(d); err != nil {
+			return nil, err
+		}
+		links = append(links, link)
 	}
-	return links, next, err
+	return links, nil
+}
+
+// stating adds to a link what the statement that makes it says.
+func stating(l api.Link, statement index.Record, s api.StatementFacts) api.Link {
+	l.Statement, l.How, l.By, l.Reason, l.Base = statement.Digest, s.How, s.By, s.Reason, s.Base
+	return l
 }
 
 // inside notes among links that what is named lies inside of the artifact that names it.
@@ -126,15 +184,20 @@ func inside(links []api.Link, it api.Link) []api.Link {
 
 // stated is a link of a statement to a manifest.
 func (v *view) stated(l classify.Link) ([]api.Link, error) {
-	link := api.Link{Relation: l.Relation, Digest: l.Digest}
-	rec, err := v.manifest(l.Digest, "")
-	if err == nil {
-		link.Artifact, err = v.short(rec)
-	}
+	about, err := v.look(l.Digest)
+	return []api.Link{{Relation: l.Relation, Digest: l.Digest, Artifact: about}}, err
+}
+
+// look describes a manifest; nil: the caller sees none of that digest.
+func (v *view) look(d identity.Digest) (*api.Artifact, error) {
+	rec, err := v.manifest(d, "")
 	if errors.Is(err, api.ErrManifestUnknown) {
-		err = nil
+		return nil, nil
 	}
-	return []api.Link{link}, err
+	if err != nil {
+		return nil, err
+	}
+	return v.short(rec)
 }
 
 // contained is a link to the bytes of an artifact. Where nobody holds them here and there is a name too, those of that
@@ -286,22 +349,23 @@ func (v *view) child(w lookup, rec, child index.Record) (link api.Link, err erro
 	}
 	link.Statement = child.Digest
 	f, err := facts(child)
-	if err != nil || f.Statement == nil || w.relation != api.RelationDerived {
-		if err == nil {
-			link.Artifact, err = v.short(child)
-		}
+	if err != nil {
 		return link, err
 	}
-	// It is not the statement that was made from the record, but what the statement is about.
 	s := f.Statement
-	link.Digest, link.Aggregate, link.How = s.Target, s.To, s.How
-	if !s.To.IsZero() {
-		link.Artifact, err = v.base(s.To)
+	if s != nil {
+		link = stating(link, child, *s)
+	}
+	switch { // it is not a derived-from statement that was made from the record, but what that is about
+	case s == nil || w.relation != api.RelationDerived:
+		link.Artifact, err = v.short(child)
+		return link, err
+	case s.To.IsZero():
+		link.Digest = s.Target
+		link.Artifact, err = v.look(s.Target)
 		return link, err
 	}
-	about, err := v.stated(classify.Link{Digest: s.Target})
-	if err == nil {
-		link.Artifact = about[0].Artifact
-	}
+	link.Digest, link.Aggregate = s.Target, s.To
+	link.Artifact, err = v.base(s.To)
 	return link, err
 }
