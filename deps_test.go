@@ -46,7 +46,7 @@ var imports = map[string]string{
 	"registry/upkeep":          "api blobstore identity identity/lanes index",
 	"registry":                 "api blobstore identity identity/safetensors index internal/durable internal/strictjson registry/access registry/answers registry/claims registry/bounds registry/classify registry/prune registry/upkeep; github.com/gorilla/mux github.com/opencontainers/image-spec github.com/opencontainers/go-digest",
 	"registry/metrics":         "api blobstore identity index registry registry/upkeep; github.com/prometheus/client_golang",
-	"transfer":                 "api api/client identity identity/safetensors internal/durable transfer/cache transfer/fetch transfer/folder transfer/staging; golang.org/x/sync golang.org/x/sys github.com/opencontainers/image-spec github.com/opencontainers/go-digest",
+	"transfer":                 "api api/client identity identity/lanes identity/safetensors internal/durable transfer/cache transfer/fetch transfer/folder transfer/hashing transfer/staging; golang.org/x/sync golang.org/x/sys github.com/opencontainers/image-spec github.com/opencontainers/go-digest",
 	"transfer/artifact":        "api api/client identity identity/documents identity/safetensors internal/durable transfer transfer/folder; golang.org/x/sync",
 	"transfer/made":            "api api/client identity identity/documents identity/resume identity/safetensors transfer transfer/artifact transfer/folder transfer/staging",
 	"transfer/cache":           "identity identity/lanes internal/durable transfer/staging; golang.org/x/sync",

@@ -16,7 +16,9 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/kiln-registry/kiln-registry/api/client"
 	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/identity/lanes"
 	"github.com/kiln-registry/kiln-registry/identity/safetensors"
 	"github.com/kiln-registry/kiln-registry/internal/cli"
 	"github.com/kiln-registry/kiln-registry/internal/cli/progress"
@@ -29,6 +31,7 @@ type verifyFlags struct {
 	cli.Flags
 	registry, against string
 	jobs              int
+	client            *client.Client // of the registry that is compared with; nil: none is asked
 }
 
 func verifyCommand() *cobra.Command {
@@ -48,7 +51,7 @@ func verifyCommand() *cobra.Command {
 	f.Bind(cmd)
 	cmd.Flags().StringVar(&f.against, "against", "", "REF, AGGREGATE or FILE to compare with")
 	cmd.Flags().StringVar(&f.registry, "registry", cli.Registry(), "where an AGGREGATE is asked for")
-	cmd.Flags().IntVar(&f.jobs, "jobs", 0, "files read at a time; 0: one per core")
+	cmd.Flags().IntVar(&f.jobs, "jobs", 0, "cores that hash at a time; 0: all")
 	return cmd
 }
 
@@ -150,6 +153,7 @@ func (f *verifyFlags) compare(ctx context.Context, known staging.Records, v *ver
 	if err != nil {
 		return err
 	}
+	f.client = c
 	return f.record(ctx, plan.Record, "", v, show)
 }
 
@@ -159,22 +163,27 @@ func (f *verifyFlags) record(ctx context.Context, r staging.Record, kind string,
 ) {
 	plan := transfer.Plan{Record: r}
 	v.Against = strings.TrimSpace(kind + " " + plan.Reference())
-	v.Verified, err = transfer.Verify(ctx, v.Folder, r.Files, f.options(true, show))
+	v.Verified, err = transfer.Verify(ctx, v.Folder, r.Files, f.options(ctx, v, true, show))
 	if v.Match = len(v.Findings) == 0; v.Match {
 		v.Aggregate = r.Aggregate
 	}
 	return err
 }
 
-func (f *verifyFlags) options(extra bool, show *progress.Show) transfer.VerifyOptions {
-	return transfer.VerifyOptions{Jobs: f.jobs, Extra: extra, Watch: show.Watch}
+func (f *verifyFlags) options(ctx context.Context, v *verdict, extra bool, show *progress.Show) transfer.VerifyOptions {
+	return transfer.VerifyOptions{Jobs: f.jobs, Extra: extra, Watch: show.Watch, Midstates: func(x staging.File) *lanes.States {
+		if s := staging.Midstates(v.Folder, x); s != nil || f.client == nil {
+			return s
+		}
+		return transfer.Midstates(ctx, f.client, x)
+	}}
 }
 
 // manifest compares every shard.
 func (f *verifyFlags) manifest(ctx context.Context, m identity.Manifest, v *verdict, show *progress.Show) (err error) {
 	v.Against = "shard manifest " + f.against
 	v.Note = "only the shards were compared"
-	v.Verified, err = transfer.Verify(ctx, v.Folder, filesOf(m), f.options(false, show))
+	v.Verified, err = transfer.Verify(ctx, v.Folder, filesOf(m), f.options(ctx, v, false, show))
 	if v.Match = len(v.Findings) == 0; v.Match {
 		v.Aggregate = m.Aggregate
 	}
@@ -251,7 +260,7 @@ func (f *verifyFlags) aggregate(ctx context.Context, s source, known staging.Rec
 	case rule == nil:
 		v.Verified = between(m, want)
 	default:
-		if v.Verified, err = transfer.Verify(ctx, v.Folder, filesOf(want), f.options(false, show)); err != nil {
+		if v.Verified, err = transfer.Verify(ctx, v.Folder, filesOf(want), f.options(ctx, v, false, show)); err != nil {
 			return err
 		}
 	}

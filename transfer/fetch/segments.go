@@ -82,6 +82,7 @@ func (f *fetcher) inSegments(ctx context.Context, file File, states *lanes.State
 	if err := segs.Finish(); err != nil {
 		return ours(err)
 	}
+	f.area.KeepMidstates(states)
 	f.watch.Done(file.Name, d.total)
 	return nil
 }

@@ -8,6 +8,7 @@
 //	stage-ID/      the folder as it will be; only while it is put in place
 //	old-ID/        the folder that was replaced; only until it is removed
 //	complete.json  the Record of the folder at the target, written last
+//	midstates/     those of the files of that folder that came with some, by digest
 //
 // At most one Area of a target is open at a time, over all processes and machines.
 package staging
@@ -35,6 +36,7 @@ const (
 	ownerName    = "owner"
 	startedName  = "started.json"
 	completeName = "complete.json"
+	statesName   = "midstates"
 	partsPrefix  = "parts-"
 	stagePrefix  = "stage-"
 	oldPrefix    = "old-"

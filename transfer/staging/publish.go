@@ -78,7 +78,8 @@ func (a *Area) Publish(r Record, replace bool) (Record, error) {
 // was. Parts are removed: what they hold is in
 // that folder, or not needed any more.
 func (a *Area) Confirm(r Record) (Record, error) {
-	err := errors.Join(a.removeAll(oldPrefix, ""), a.removeAll(stagePrefix, ""), a.removeAll(partsPrefix, ""))
+	err := errors.Join(a.removeAll(oldPrefix, ""), a.removeAll(stagePrefix, ""), a.removeAll(partsPrefix, ""),
+		a.pruneStates(r))
 	if err != nil {
 		return r, err
 	}

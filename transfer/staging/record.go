@@ -4,17 +4,23 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
 	"syscall"
 	"time"
 
 	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/identity/lanes"
 	"github.com/kiln-registry/kiln-registry/internal/durable"
 )
 
 const recordVersion = 1
+
+// statesSlack is more than the bytes that midstates have beside the states.
+const statesSlack = 1 << 10
 
 // Record says what a folder was pulled from and what it holds. It lies beside the folder, never in it.
 type Record struct {
@@ -110,6 +116,54 @@ func Known(target string) (k Records, err error) {
 	}
 	k.Received, err = received(dir, *k.Started)
 	return k, err
+}
+
+// KeepMidstates keeps those of a file that shall be in the folder beside it, for Midstates to give. They are a help: it
+// is no error if they can't be kept, and they are gone with the next folder that lacks the file.
+func (a *Area) KeepMidstates(s *lanes.States) {
+	b, err := s.MarshalBinary()
+	if err == nil {
+		err = os.MkdirAll(filepath.Join(a.dir, statesName), 0o777)
+	}
+	if err == nil {
+		_ = os.WriteFile(statesPath(a.dir, s.Digest), b, 0o666)
+	}
+}
+
+// pruneStates removes the midstates of what is not in r.
+func (a *Area) pruneStates(r Record) error {
+	entries, err := os.ReadDir(filepath.Join(a.dir, statesName))
+	for _, e := range entries {
+		if !slices.ContainsFunc(r.Files, func(f File) bool { return f.Digest.Hex() == e.Name() }) {
+			err = errors.Join(err, os.Remove(filepath.Join(a.dir, statesName, e.Name())))
+		}
+	}
+	return ignoreNone(err)
+}
+
+func statesPath(dir string, d identity.Digest) string { return filepath.Join(dir, statesName, d.Hex()) }
+
+// Midstates returns those of a file of the folder at a target that a pull has left beside it. Nil: there are none, or none
+// that fit. They say nothing but whether bytes lead from one of them to the next; all of them together lead to the
+// digest of f.
+func Midstates(target string, f File) *lanes.States {
+	if fi, err := realDir(dirOf(target)); err != nil || fi == nil {
+		return nil
+	}
+	in, err := durable.OpenRegular(statesPath(dirOf(target), f.Digest), os.O_RDONLY, 0)
+	if err != nil {
+		return nil
+	}
+	defer in.Close()
+	b, err := io.ReadAll(io.LimitReader(in, statesSlack+lanes.Edges(f.Size, lanes.SegmentSize)*int64(len(lanes.State{}))))
+	if err != nil {
+		return nil
+	}
+	s, err := lanes.Parse(b)
+	if err != nil || s.Digest != f.Digest || s.Size != f.Size {
+		return nil
+	}
+	return s
 }
 
 func received(dir string, r Record) (sum int64, err error) {
