@@ -72,6 +72,7 @@ type session struct {
 	name string       // of this session, to know its own saves again
 	size atomic.Int64 // bytes received
 	hash *lanes.Recorder
+	feed *lanes.Feed // of hash; nil but in receive. What it has put off is in buf
 	// The midstates from the start of the blob on, in order, as far as hash was asked for them.
 	noted []byte
 	buf   []byte // the bytes after the last part; those of the tails first
@@ -307,6 +308,8 @@ func (s *session) receive(ctx context.Context, r io.Reader) error {
 	if announced >= 0 {
 		room = announced - s.size.Load()
 	}
+	s.feed = s.st.hashes.Feed(s.hash)
+	defer s.feed.Close()
 	for s.flush(ctx) {
 		if err := ctx.Err(); err != nil {
 			return err
@@ -317,8 +320,8 @@ func (s *session) receive(ctx context.Context, r io.Reader) error {
 		n, err := s.fill(ctx, r, room)
 		room -= int64(n)
 		piece := s.buf[len(s.buf)-n:]
-		s.hash.Write(piece)
 		s.crc = crc32.Update(s.crc, castagnoli, piece)
+		s.feed.Write(piece) // it stays as it is until the next flush
 		s.size.Add(int64(n))
 		if err == io.EOF {
 			return nil
@@ -355,6 +358,7 @@ func (s *session) flush(ctx context.Context) bool {
 		s.st.memory.give(s.takenNext)
 		s.next, s.takenNext = nil, 0
 	}
+	s.feed.Flush()
 	b, taken, crc := s.buf, s.taken, s.crc
 	end, err := s.point()
 	if err != nil {

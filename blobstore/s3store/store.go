@@ -99,9 +99,10 @@ type Store struct {
 	reading     bool // Options.ReadOnly
 	owner       *owner
 	closed      atomic.Bool
-	pieces      sync.Pool // *[pieceSize]byte
-	parts       sync.Pool // *[]byte of partMin
-	memory      memory    // for parts
+	pieces      sync.Pool  // *[pieceSize]byte
+	parts       sync.Pool  // *[]byte of partMin
+	memory      memory     // for parts
+	hashes      lanes.Pool // of all uploads
 	patience    time.Duration
 	partMin     int64 // smallest size of a part but the last; less in tests
 	saveEvery   int64 // bytes
@@ -274,7 +275,7 @@ func Open(ctx context.Context, c Config, o Options) (*Store, error) {
 		st.notify = func(string) {}
 	}
 	st.pieces.New = func() any { return new([pieceSize]byte) }
-	st.parts.New = func() any { b := make([]byte, 0, st.partMin); return &b }
+	st.parts.New = func() any { b := lanes.Buffer(int(st.partMin))[:0]; return &b }
 	if err := st.open(ctx, o); err != nil {
 		return nil, fmt.Errorf("open store: %w", err)
 	}
