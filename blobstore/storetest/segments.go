@@ -3,6 +3,9 @@ package storetest
 import (
 	"bytes"
 	"errors"
+	"io"
+	"sync"
+	"testing/iotest"
 
 	"github.com/kiln-registry/kiln-registry/blobstore"
 	"github.com/kiln-registry/kiln-registry/identity"
@@ -98,6 +101,39 @@ func (e *env) resumed(b []byte) blobstore.Info {
 	}
 	return e.commit(e.resume(id), identity.Sum(b))
 }
+
+// testTogether: uploads that come in at the same time, in pieces of all sizes, over several calls and with some that
+// break off, become what they should.
+func testTogether(e *env) {
+	const uploads = 9
+	var all sync.WaitGroup
+	var blobs [uploads][]byte
+	for n := range blobs {
+		blobs[n] = random(uint64(50+n), n*150_000+n)
+		u := e.create(identity.Sum(blobs[n]), int64(len(blobs[n])))
+		all.Go(func() {
+			b := blobs[n]
+			half := len(b) / 2
+			_, err := u.Append(e.ctx, 0, io.MultiReader(bytes.NewReader(b[:half]), iotest.ErrReader(errBroken)))
+			if !errors.Is(err, errBroken) {
+				e.Errorf("upload %d that breaks off: %v", n, err)
+			}
+			at := u.Size()
+			if i, err := u.Finish(e.ctx, at, bytes.NewReader(b[at:]), identity.Sum(b)); err != nil || i.Size != int64(len(b)) {
+				e.Errorf("upload %d: %d bytes, %v", n, i.Size, err)
+			}
+		})
+	}
+	all.Wait()
+	for _, b := range blobs {
+		e.holds(b)
+		i, err := e.st.Stat(e.ctx, identity.Sum(b))
+		e.must(err)
+		e.midstates(i, b)
+	}
+}
+
+var errBroken = errors.New("broken off")
 
 // testSegmentsOfCopy: midstates are asked for by copy.
 func testSegmentsOfCopy(e *env) {
