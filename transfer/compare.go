@@ -85,7 +85,7 @@ func (s Side) Close() {
 // OpenSide finds out what name stands for, and its identity: a directory, a file with a shard manifest, an aggregate, the
 // address of a health check (http://…/health), or a reference to a registry. A directory is hashed.
 func OpenSide(ctx context.Context, name string, dial Dial, o folder.Options, w Watch) (Side, error) {
-	if a, err := identity.ParseAggregate(name); err == nil {
+	if a, is, err := ParseAggregate(name); is && err == nil {
 		return Side{Name: name, Summary: identity.Summary{
 			ManifestType: identity.ManifestType, AggregateAlgorithm: identity.AggregateAlgorithm, Aggregate: a,
 		}}, nil

@@ -429,6 +429,9 @@ type AggregateError struct {
 
 // Error says how an aggregate is spelled.
 func (e *AggregateError) Error() string {
+	if a, err := identity.ParseAggregate(e.Given); err == nil {
+		return fmt.Sprintf("%s stands for no base", a)
+	}
 	return fmt.Sprintf("%.200q is no aggregate, which is sha256: and 64 lowercase hex digits", e.Given)
 }
 
@@ -443,13 +446,13 @@ func (e *AggregateError) Hint() string {
 // digestLike matches what looks like a digest of some kind: with the name of a hash in front, or of the right length.
 var digestLike = regexp.MustCompile(`^(?i)(sha-?[0-9]+:[^/]*|[0-9a-f]{64})$`)
 
-// ParseAggregate reads an aggregate. is says whether the text is meant as one; if it is not spelled as one, err is an
-// *AggregateError.
+// ParseAggregate reads an aggregate. is says whether the text is meant as one; if it is not spelled as one, or is that of
+// no base, all zeros, err is an *AggregateError.
 func ParseAggregate(s string) (a identity.Aggregate, is bool, err error) {
 	if !digestLike.MatchString(s) {
 		return a, false, nil
 	}
-	if a, err = identity.ParseAggregate(s); err == nil {
+	if a, err = identity.ParseAggregate(s); err == nil && !a.IsZero() {
 		return a, true, nil
 	}
 	e := &AggregateError{Given: s}

@@ -42,14 +42,21 @@ func findCommand() *cobra.Command {
 		Short: "List where a base is held, and what was made from it",
 		Long: "List where a base is held, and what was made from it, in all repositories that may be seen and whatever\n" +
 			"its files are called. A REF of a base, or a DIR that holds one, stands for its aggregate; a DIR with an adapter or\n" +
-			"a checkpoint for the base that it was made from. A REF of an artifact lists that artifact and its base.\n\n" +
+			"a checkpoint for the base that it was made from. A REF of an artifact lists that artifact and its base, as far as\n" +
+			"they pass the filters; --tree shows what was made from it.\n\n" +
+			"--table of an adapter's REF or DIR lists the runs on an adapter of its name: weak, unless the run records the\n" +
+			"bytes of this one. --name and the other filters are about the evals. A run that took the best or the most of\n" +
+			"several tries at an example says so under AGGREGATION: such an accuracy can't be compared with a single one.\n\n" +
 			"EVIDENCE says what the link to the base rests on: document, asserted, aggregate-only or none. What lacks the\n" +
 			"full manifest of its base is listed apart, as archives. A link by name only is marked as weak.",
 		Example: "  kiln-pull find 127.0.0.1:5000/team/model:v1 --kind adapter --since 2026-01-01\n" +
 			"  kiln-pull find ./model --tree\n  kiln-pull find ./model --table",
 		Args: func(cmd *cobra.Command, args []string) error {
+			if f.unbound && len(args) > 0 {
+				return errors.New("--unbound takes no AGGREGATE, REF or DIR: it lists what is bound to no base")
+			}
 			if f.unbound {
-				return cobra.NoArgs(cmd, args)
+				return nil
 			}
 			return cli.Args("AGGREGATE|REF|DIR")(cmd, args)
 		},
@@ -64,7 +71,7 @@ func findCommand() *cobra.Command {
 	cmd.Flags().StringVar(&f.registry, "registry", cli.Registry(), "the registry to ask, where a REF does not name it")
 	cmd.Flags().StringVar(&f.repo, "repo", "", "only this repository")
 	cmd.Flags().StringVar(&f.kind, "kind", "", "only this kind: base, adapter, checkpoint, eval, receipt or statement")
-	cmd.Flags().StringVar(&f.name, "name", "", "only what calls itself so")
+	cmd.Flags().StringVar(&f.name, "name", "", "only what calls itself so; with --table, the eval")
 	cmd.Flags().StringVar(&f.since, "since", "", "only what was pushed since then, as 2026-01-31 or 2026-01-31T12:00:00Z")
 	cmd.Flags().StringVar(&f.binding, "binding", "", "only this evidence: document, asserted, aggregate-only or none")
 	cmd.Flags().BoolVar(&f.unbound, "unbound", false, "what names no base at all")
@@ -76,12 +83,12 @@ func findCommand() *cobra.Command {
 // check refuses flags that mean nothing.
 func (f *findFlags) check() error {
 	if f.kind != "" && !api.Kind(f.kind).Known() {
-		return cli.Usagef("--kind %q: no such kind", f.kind)
+		return cli.Usagef("--kind %q: want base, adapter, checkpoint, eval, receipt or statement", f.kind)
 	}
 	switch e := api.Evidence(f.binding); e {
 	case "", api.EvidenceDocument, api.EvidenceAsserted, api.EvidenceAggregateOnly, api.EvidenceNone:
 	default:
-		return cli.Usagef("--binding %q: no such evidence", f.binding)
+		return cli.Usagef("--binding %q: want document, asserted, aggregate-only or none", f.binding)
 	}
 	if f.repo != "" {
 		if err := api.CheckRepo(f.repo); err != nil {
@@ -108,6 +115,9 @@ func (f *findFlags) check() error {
 	return nil
 }
 
+// filters says whether there are any.
+func (f *findFlags) filters() bool { return f.kind+f.name+f.since+f.binding+f.repo != "" }
+
 // subject is what find is asked about.
 type subject struct {
 	registry  string
@@ -130,6 +140,9 @@ func (f *findFlags) find(ctx context.Context, arg string, stdout, stderr io.Writ
 	}
 	defer c.Close()
 	switch {
+	case f.tree && s.isMade() && f.filters():
+		err = cli.Hint(cli.Usagef("--tree of an artifact is its whole lineage, without filters"),
+			"filters go with the tree of a base: name the base")
 	case f.tree:
 		err = f.writeTree(ctx, c, s, stdout)
 	case f.table:
@@ -170,9 +183,6 @@ func (f *findFlags) subject(ctx context.Context, arg string, stderr io.Writer) (
 		return s, nil
 	}
 	a, is, err := transfer.ParseAggregate(arg)
-	if err == nil && is && a.IsZero() {
-		err = cli.Usagef("%s stands for no base", a)
-	}
 	if is {
 		s.aggregate = a
 		return s, err
@@ -254,9 +264,15 @@ func (f *findFlags) writeRows(ctx context.Context, c *client.Client, s subject, 
 	elsewhere := &transfer.ElsewhereError{Aggregate: s.aggregate, Repo: f.repo}
 	archive := func() {}
 	if s.isMade() {
-		var err error
-		if archive, err = f.itself(ctx, c, &s, out); err != nil {
+		it, err := f.itself(ctx, c, &s)
+		switch {
+		case err != nil:
 			return err
+		case !f.wants(it):
+		case show.Archive(it): // those come last
+			archive = func() { out.Archives(); out.Artifact(it) }
+		default:
+			out.Artifact(it)
 		}
 	}
 	if f.ofBases() && !s.aggregate.IsZero() {
@@ -284,8 +300,12 @@ func (f *findFlags) nothing(s subject) error {
 	if f.unbound {
 		return cli.Exit(cli.CodeNotFound, fmt.Errorf("%s: nothing without a base that may be pulled", s.registry))
 	}
+	if s.isMade() {
+		err := cli.Exit(cli.CodeNotFound, fmt.Errorf("%s: neither it nor its base passes the filters", s.plan.Reference()))
+		return cli.Hint(err, "--tree shows what was made from it; the filters go with its base too: name that")
+	}
 	err := cli.Exit(cli.CodeNotFound, fmt.Errorf("%s: nothing of %s that may be pulled", s.registry, s.aggregate))
-	if f.kind+f.name+f.since+f.binding+f.repo != "" {
+	if f.filters() {
 		return cli.Hint(err, "nothing passes the filters; without them there may be more")
 	}
 	return cli.Hint(err, unknownBase)
@@ -309,7 +329,7 @@ func (f *findFlags) packagings(ctx context.Context, c *client.Client, a identity
 				}
 			}
 		}
-		if err := out.Flush(); err != nil {
+		if err := out.Page(); err != nil {
 			return err
 		}
 	}
@@ -348,7 +368,7 @@ func (f *findFlags) artifacts(ctx context.Context, c *client.Client, a identity.
 					out.Artifact(x)
 				}
 			}
-			if err := out.Flush(); err != nil {
+			if err := out.Page(); err != nil {
 				return err
 			}
 		}
@@ -365,21 +385,13 @@ func (f *findFlags) pages(
 	}, findPage)
 }
 
-// itself writes the row of the artifact that a REF names, and learns its base where only the registry knows it. The row of
-// an archive is written by what it returns: archives come last.
-func (f *findFlags) itself(ctx context.Context, c *client.Client, s *subject, out *show.Rows) (archive func(), err error) {
+// itself describes the artifact that a REF names, and learns its base where only the registry knows it.
+func (f *findFlags) itself(ctx context.Context, c *client.Client, s *subject) (api.Artifact, error) {
 	l, err := c.Lineage(ctx, s.plan.Manifest, s.plan.Repository, "", 1)
-	if err != nil {
-		return nil, err
-	}
-	if s.aggregate.IsZero() && made.Disputed(l.Artifact) == "" {
+	if err == nil && s.aggregate.IsZero() && made.Disputed(l.Artifact) == "" {
 		s.aggregate = l.Artifact.Binding.Aggregate
 	}
-	if show.Archive(l.Artifact) {
-		return func() { out.Archives(); out.Artifact(l.Artifact) }, nil
-	}
-	out.Artifact(l.Artifact)
-	return func() {}, nil
+	return l.Artifact, err
 }
 
 // lineage asks for what an artifact names and what names it, of that at most maxLinks.
@@ -407,9 +419,11 @@ const (
 
 func (f *findFlags) writeTree(ctx context.Context, c *client.Client, s subject, stdout io.Writer) (err error) {
 	var t show.Tree
-	links := func(ctx context.Context, d identity.Digest) (api.Lineage, error) { return lineage(ctx, c, d, "") }
+	links := func(ctx context.Context, repo string, d identity.Digest) (api.Lineage, error) {
+		return lineage(ctx, c, d, repo)
+	}
 	if s.isMade() {
-		t, err = show.OfArtifact(ctx, s.plan.Manifest, links)
+		t, err = show.OfArtifact(ctx, s.plan.Repository, s.plan.Manifest, links)
 	} else {
 		var all []api.Artifact
 		var more bool

@@ -27,13 +27,13 @@ func (f *pullFlags) prepare(
 		return nil, nil, err
 	}
 	switch plan.Kind {
-	case api.KindAdapter, api.KindCheckpoint, api.KindReceipt:
-	case api.KindEval: // large as its one document may be, it is read first only if somebody needs to know
-		if f.against == "" && f.withBase == "" {
-			return nil, nil, nil
-		}
+	case api.KindAdapter, api.KindCheckpoint, api.KindReceipt, api.KindEval, api.KindStatement:
 	default:
 		return nil, nil, nil
+	}
+	if f.against == "" && f.withBase == "" && (plan.Kind == api.KindEval || plan.Kind == api.KindStatement) {
+		a, err := made.Told(ctx, c, plan) // large as its one document may be, it is not read twice
+		return a, nil, err
 	}
 	a, err := made.Read(ctx, c, plan)
 	if err != nil {
@@ -121,7 +121,8 @@ func settled(path string) string {
 	return abs
 }
 
-// compare refuses an artifact that was made from another base than the one at hand, and warns where that can't be told.
+// compare refuses an artifact that was made from another base than the one at hand, and one of which that can't be told.
+// Where nothing but somebody's word, or a bare aggregate, says that the base is the same, it warns.
 func (f *pullFlags) compare(ctx context.Context, c *client.Client, a made.Artifact, show *progress.Show) error {
 	h, err := made.OpenHere(ctx, f.against, dial(&f.Flags, show), show.Watch)
 	if err != nil {
@@ -135,10 +136,13 @@ func (f *pullFlags) compare(ctx context.Context, c *client.Client, a made.Artifa
 	case h.Contradicts(summaryOf(ctx, c, a)):
 		return f.refuse(show, cli.CodeUsage, fmt.Sprintf("%s is no base that can be told: it names the aggregate %s, but with "+
 			"another count or size of shards", f.against, h.Aggregate()))
-	case answer.Verdict == resume.CannotTell:
-		f.warn(show, fmt.Sprintf("it can't be told whether %s was made from the base of %s: %s", a.Reference, f.against,
+	case answer.Verdict == resume.CannotTell && a.Disputed == "" && !h.Aggregate().IsZero() && h.Aggregate() == a.Aggregate():
+		f.warn(show, fmt.Sprintf("it is not proven that %s was made from the base of %s: %s", a.Reference, f.against,
 			answer.Reason))
 		return nil
+	case answer.Verdict == resume.CannotTell:
+		return f.refuse(show, cli.CodeUsage, fmt.Sprintf("it can't be told whether %s was made from the base of %s: %s",
+			a.Reference, f.against, answer.Reason))
 	}
 	text := fmt.Sprintf("%s was made from base %s (%s: %s), and %s is base %s", a.Reference, a.Aggregate(),
 		a.Binding().Evidence, a.Binding().Where(), f.against, h.Aggregate())
@@ -155,7 +159,11 @@ func (f *pullFlags) refuse(show *progress.Show, code int, text string) error {
 		f.warn(show, text)
 		return nil
 	}
-	return cli.Hint(cli.Exit(code, errors.New("refused: "+text)), "--allow-mismatch pulls it all the same")
+	hint := "--allow-mismatch pulls it all the same"
+	if code == cli.CodeUsage {
+		hint = "kiln-pull find REF --tree shows what is said of its base, kiln-push bind says more; " + hint
+	}
+	return cli.Hint(cli.Exit(code, errors.New("refused: "+text)), hint)
 }
 
 // summaryOf is that of the base an artifact names: by its own document, else as its registry holds that base; zero:
@@ -190,8 +198,8 @@ func (f *pullFlags) baseOf(
 	base, names, err := made.FindBase(ctx, c, a, plan, f.baseRepo)
 	switch {
 	case errors.Is(err, made.ErrDisputed):
-		return base, cli.Hint(cli.Exit(cli.CodeUsage, err), "say which: --with-base needs one base; have the statement that is "+
-			"wrong deleted, or pull the base by itself")
+		return base, cli.Hint(cli.Exit(cli.CodeUsage, err), "say which: --with-base needs one base; delete the statement that is "+
+			"wrong (by its manifest, as with oras manifest delete), or pull the base by itself")
 	case errors.Is(err, made.ErrNoBase):
 		return base, cli.Hint(cli.Exit(cli.CodeNotFound, err),
 			"pull the base by itself; kiln-push bind says which one it is")
@@ -240,5 +248,5 @@ func (m madeFrom) line() string {
 	case m.Aggregate.IsZero():
 		return "not recorded" + archive
 	}
-	return fmt.Sprintf("base %s (%s: %s%s)", m.Aggregate, m.Evidence, m.Source, archive)
+	return fmt.Sprintf("base %s (%s: %s%s)", m.Aggregate, m.Evidence, strings.TrimSpace(m.Source), archive)
 }

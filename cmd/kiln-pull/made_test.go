@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"syscall"
 
@@ -23,7 +24,7 @@ import (
 // madeCommands are the commands of the scripts about what is made from a base.
 var madeCommands = map[string]func(*testscript.TestScript, bool, []string){
 	"made": writeMade, "edit": edit, "without": without, "send": send, "serving": serving, "links": links, "relink": relink,
-	"provenance": provenance, "bind": bind, "derive": derive,
+	"provenance": provenance, "bind": bind, "many": many, "derive": derive,
 }
 
 // modelOf hashes a model folder; nil for one that is called none.
@@ -125,7 +126,7 @@ func pushArtifact(ts *testscript.TestScript, a *artifact.Artifact, ref client.Re
 	ts.Setenv(name, pushed.Digest.String())
 }
 
-// bind states that an artifact was made from a base: bind REF BASE
+// bind states that an artifact was made from a base: bind REF BASE [REASON]
 func bind(ts *testscript.TestScript, _ bool, args []string) {
 	ctx := context.Background()
 	ref, err := client.ParseReference(args[0])
@@ -137,9 +138,22 @@ func bind(ts *testscript.TestScript, _ bool, args []string) {
 	ts.Check(err)
 	base, err := artifact.FindBase(ctx, args[1], func(string, bool) (*client.Client, error) { return c, nil })
 	ts.Check(err)
-	a, err := artifact.Bind(f, base, artifact.Words{By: "a", Reason: "b", At: "2026-01-02T03:04:05Z"})
+	reason := "b"
+	if len(args) > 2 {
+		reason = args[2]
+	}
+	a, err := artifact.Bind(f, base, artifact.Words{By: "a", Reason: reason, At: "2026-01-02T03:04:05Z"})
 	ts.Check(err)
 	pushArtifact(ts, a, client.Reference{Host: ref.Host, Repo: ref.Repo}, "STATEMENT")
+}
+
+// many states it as often as that: many REF BASE TIMES
+func many(ts *testscript.TestScript, neg bool, args []string) {
+	n, err := strconv.Atoi(args[2])
+	ts.Check(err)
+	for i := range n {
+		bind(ts, neg, []string{args[0], args[1], fmt.Sprint("run ", i)})
+	}
 }
 
 // derive states that a base was made from another one: derive TARGET SOURCE HOW REPOSITORY

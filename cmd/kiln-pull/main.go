@@ -45,6 +45,8 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 			"its bytes; it is asked of --registry, $KILN_REGISTRY or " + cli.DefaultRegistry + ".\n\n" + cli.ExitCodes,
 		Version: cli.Version(),
 		Args:    cobra.NoArgs,
+
+		PersistentPreRunE: cli.NoEmpty("cache"),
 	}
 	for _, cmd := range commands() {
 		for _, c := range append(cmd.Commands(), cmd) {
@@ -71,9 +73,6 @@ func parseSource(arg, registry, repo string) (s source, err error) {
 	a, is, err := transfer.ParseAggregate(arg)
 	if is {
 		s = source{host: registry, repo: repo, aggregate: a}
-		if err == nil && a.IsZero() {
-			err = fmt.Errorf("%s stands for no base", a)
-		}
 		if err == nil && repo != "" {
 			err = api.CheckRepo(repo)
 		}

@@ -49,7 +49,9 @@ func pullCommand() *cobra.Command {
 			"What an interrupted pull received is kept beside DIR, in .NAME.kiln, and the same command goes on from there.\n" +
 			"A folder that is already that of the model is left as it is; one that was damaged since is repaired.\n\n" +
 			"An adapter, checkpoint, eval or receipt is named by a REF. --with-base pulls the base that it was made from\n" +
-			"too, under the file names that it recorded. --against refuses one that was made from another base. A\n" +
+			"too, under the file names that it recorded. --against refuses one that was made from another base,\n" +
+			"with exit code 1, and one of which that can't be told, since it names no base or statements about it disagree,\n" +
+			"with 2; that its base is the same by somebody's word alone is a warning. --allow-mismatch pulls all of them. A\n" +
 			"checkpoint needs a DIR called *.kiln-checkpoint, and its files never share their bytes with other names.\n\n" +
 			"With --cache, a file that is in the cache is linked and not received, and pulls at the same time receive it\n" +
 			"once. --only pulls some files; a later pull adds to them, and one without --only completes the folder.",
@@ -86,7 +88,8 @@ func pullCommand() *cobra.Command {
 	cmd.Flags().StringVar(&f.withBase, "with-base", "", "DIR for the base that it was made from, which is pulled too")
 	cmd.Flags().StringVar(&f.against, "against", "",
 		"the base that it shall run on: DIR, FILE, REF, AGGREGATE or http://host:8420")
-	cmd.Flags().BoolVar(&f.allow, "allow-mismatch", false, "pull it also if it was made from another base than --against")
+	cmd.Flags().BoolVar(&f.allow, "allow-mismatch", false,
+		"pull it also if it was made from another base than --against, or that can't be told")
 	return cmd
 }
 

@@ -22,7 +22,7 @@ const (
 )
 
 func (f *findFlags) writeTable(ctx context.Context, c *client.Client, s subject, stdout io.Writer) error {
-	of := ""
+	var of show.Adapter
 	switch {
 	case s.made != nil && s.made.Disputed != "":
 		return cli.Exit(cli.CodeUsage, fmt.Errorf("%s: %w: %s", s.made.Reference, made.ErrDisputed, s.made.Disputed))
@@ -33,7 +33,7 @@ func (f *findFlags) writeTable(ctx context.Context, c *client.Client, s subject,
 	case s.made != nil && s.made.Name == "":
 		return cli.Usagef("%s has no name, so no eval can name it", s.made.Reference)
 	case s.made != nil:
-		of = s.made.Name
+		of = show.Adapter{Name: s.made.Name, Weights: s.made.Weights}
 	}
 	f.kind = string(api.KindEval)
 	var scores []show.Score
@@ -88,7 +88,7 @@ type evalID struct {
 
 // longEvals returns the scores of evals whose facts do not list all runs, of the adapter that is asked for: from the rows
 // of the base's evals, as far as the registry lists them. omitted are those with more runs than that.
-func (f *findFlags) longEvals(ctx context.Context, c *client.Client, s subject, long []api.Artifact, of string, most int) (
+func (f *findFlags) longEvals(ctx context.Context, c *client.Client, s subject, long []api.Artifact, of show.Adapter, most int) (
 	scores []show.Score, omitted []show.Omitted, err error,
 ) {
 	if len(long) == 0 {
@@ -107,7 +107,7 @@ func (f *findFlags) longEvals(ctx context.Context, c *client.Client, s subject, 
 
 // readLong reads the rows of a base's evals until those that are wanted were seen. An eval that is gone meanwhile has no
 // rows.
-func readLong(ctx context.Context, c *client.Client, s subject, wanted map[evalID]api.Artifact, of string, most int) (
+func readLong(ctx context.Context, c *client.Client, s subject, wanted map[evalID]api.Artifact, of show.Adapter, most int) (
 	scores []show.Score, omitted []show.Omitted, err error,
 ) {
 	rows, err := c.Evals(ctx, s.aggregate)

@@ -25,6 +25,8 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 			"A REF is host[:port]/repository[:tag].\n\n" + cli.ExitCodes,
 		Version: cli.Version(),
 		Args:    cobra.NoArgs,
+
+		PersistentPreRunE: cli.NoEmpty(),
 	}
 	root.AddCommand(identifyCommand(), compareCommand(), baseCommand(), bindCommand(), deriveCommand(), stampCommand(),
 		cli.VersionCommand())

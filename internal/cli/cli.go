@@ -158,8 +158,12 @@ func Execute(ctx context.Context, root *cobra.Command, args []string, stdout, st
 		}
 	})
 	cmd, err := root.ExecuteContextC(ctx)
+	var said *hint
+	if err != nil && !began && !errors.As(err, &said) {
+		err = Hint(err, fmt.Sprintf("%s --help shows how it is used", cmd.CommandPath()))
+	}
 	if err != nil && !began {
-		err = Hint(Exit(CodeUsage, err), fmt.Sprintf("%s --help shows how it is used", cmd.CommandPath()))
+		err = Exit(CodeUsage, err)
 	}
 	if err != nil && ctx.Err() != nil {
 		err = interrupted(err)

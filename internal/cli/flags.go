@@ -7,8 +7,10 @@ import (
 	"io"
 	"os"
 	"runtime/debug"
+	"slices"
 
 	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
 
 	"github.com/kiln-registry/kiln-registry/api/client"
 )
@@ -76,6 +78,21 @@ func flagError(_ *cobra.Command, err error) error {
 		return errToken
 	}
 	return err
+}
+
+// NoEmpty returns a check, for the PersistentPreRunE of a root command, that refuses a flag which was given an empty
+// text: most often that is a shell variable that is not set, and it must not switch off what the flag asks for. Flags
+// with the names in except may be empty.
+func NoEmpty(except ...string) func(*cobra.Command, []string) error {
+	return func(cmd *cobra.Command, _ []string) (err error) {
+		cmd.Flags().Visit(func(f *pflag.Flag) {
+			value := f.Value.String()
+			if err == nil && (value == "" || value == `[""]`) && !slices.Contains(except, f.Name) {
+				err = Hint(Usagef("--%s is empty", f.Name), "leave it out, or give it a value: is a shell variable not set?")
+			}
+		})
+		return err
+	}
 }
 
 // Version returns the version that the binary was built from.

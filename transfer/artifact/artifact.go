@@ -126,6 +126,16 @@ func (a *Artifact) Text(name string) []byte {
 	return nil
 }
 
+// Digest returns that of the file of a name; zero: there is none.
+func (a *Artifact) Digest(name string) (d identity.Digest) {
+	for _, p := range a.parts {
+		if p.name == name {
+			d = p.digest
+		}
+	}
+	return d
+}
+
 // Names returns the names of the files, in the order in which the manifest lists them.
 func (a *Artifact) Names() (names []string) {
 	for _, p := range a.parts {

@@ -35,9 +35,10 @@ type Artifact struct {
 	Reference string // or the path, where it was read from a disk
 	Registry  string // that holds it; empty: it was read from a disk
 	Record    resume.Made
-	Legacy    bool   // a Kiln record without the full manifest of its base
-	Disputed  string // why bind statements, which alone name its base, decide nothing; empty: they agree, or are not needed
-	Checked   string // one sentence on how its files were compared with its documents
+	Legacy    bool            // a Kiln record without the full manifest of its base
+	Disputed  string          // why bind statements, which alone name its base, decide nothing; empty: they agree, or are not needed
+	Checked   string          // one sentence on how its files were compared with its documents
+	Weights   identity.Digest // of an adapter: of the file of its weights; zero: not known
 	// Checkpoint is the manifest of a checkpoint; nil for every other kind.
 	Checkpoint *documents.Checkpoint
 
@@ -111,6 +112,7 @@ func OpenPath(ctx context.Context, kind api.Kind, path string, w transfer.Watch)
 	if read.Base.Evidence != documents.EvidenceNone {
 		a.Record.Binding = read.Base
 	}
+	a.Weights = read.Digest(a.weightsFile())
 	return a, nil
 }
 
@@ -132,7 +134,51 @@ func Read(ctx context.Context, c *client.Client, plan transfer.Plan) (Artifact, 
 	if err != nil {
 		return Artifact{}, fmt.Errorf("%s: %w", plan.Reference(), err)
 	}
+	for _, f := range plan.Files {
+		if f.Name == a.weightsFile() {
+			a.Weights = f.Digest
+		}
+	}
 	return a, nil
+}
+
+// weightsFile names the file of an adapter's weights; empty: it is no adapter.
+func (a Artifact) weightsFile() string {
+	switch {
+	case a.Kind != api.KindAdapter:
+		return ""
+	case a.manifest != nil:
+		return a.manifest.Files.Model
+	}
+	return documents.AdapterWeightsFile
+}
+
+// Told is what the registry says about the base of an artifact in it, of which no document is read: what it found when
+// the artifact was pushed, and what statements say. Nil: the registry does not say it.
+func Told(ctx context.Context, c *client.Client, plan transfer.Plan) (*Artifact, error) {
+	l, err := c.Lineage(ctx, plan.Manifest, plan.Repository, "", 1)
+	var answered *client.StatusError
+	switch {
+	case errors.As(err, &answered), errors.Is(err, client.ErrNotBlob):
+		return nil, nil
+	case err != nil:
+		return nil, fmt.Errorf("what %s was made from: %w", plan.Reference(), err)
+	}
+	x := l.Artifact
+	a := Artifact{Kind: plan.Kind, Name: x.Name, Reference: plan.Reference(), Registry: plan.Registry, Disputed: Disputed(x)}
+	b := documents.Binding{Evidence: documents.Evidence(cmp.Or(x.Binding.Evidence, api.EvidenceNone)),
+		Aggregate: x.Binding.Aggregate}
+	where := x.Binding.Source
+	if x.Facts != nil {
+		a.Legacy, where = x.Facts.Legacy, cmp.Or(where, x.Facts.Source)
+	}
+	kind, path, _ := strings.Cut(where, " ")
+	b.Kind, b.Path = documents.Kind(kind), path
+	a.Record.Binding = b
+	if plan.Kind == api.KindStatement && b.Aggregate.IsZero() {
+		return nil, nil // it is about something else
+	}
+	return &a, nil
 }
 
 // get returns a document of at most limit bytes.

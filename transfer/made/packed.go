@@ -101,7 +101,7 @@ func (p packed) stated(ctx context.Context, c *client.Client) (b documents.Bindi
 		return b, "", fmt.Errorf("statements about %s: %w", p.Reference(), err)
 	case is.Evidence != api.EvidenceAsserted || is.Source == "":
 		return b, "", nil
-	case len(l.Artifact.Bindings) > 1 || l.Artifact.MoreBindings:
+	case Disputed(l.Artifact) != "":
 		return b, Disputed(l.Artifact), nil
 	default:
 		_, digest, _ := strings.Cut(is.Source, " ")
@@ -111,22 +111,22 @@ func (p packed) stated(ctx context.Context, c *client.Client) (b documents.Bindi
 	}
 }
 
-// Disputed says why the bind statements about an artifact that records no base decide nothing: they name several, or are
-// more than the registry compares. Empty: there is no such dispute. The text is a stranger's.
+// Disputed says why the bind statements about an artifact that records no base decide nothing: those that count name
+// several. A row of a listing says only how many. Empty: there is no such dispute. The text is a stranger's.
 func Disputed(x api.Artifact) string {
-	all := x.Bindings
-	if len(all) == 0 && x.MoreBindings {
-		all = []api.Binding{x.Binding}
-	}
-	if len(all) == 0 {
+	several := max(x.Bases, len(x.Bindings)) > 1
+	switch stated := x.Binding.Source != ""; {
+	case !several || !stated: // outcome rows of several bases are of all of them
 		return ""
+	case len(x.Bindings) == 0:
+		return fmt.Sprintf("bind statements disagree about its base: they name %d", x.Bases)
 	}
 	var says []string
-	for _, b := range all {
+	for _, b := range x.Bindings {
 		says = append(says, fmt.Sprintf("%s says %s", b.Source, b.Aggregate))
 	}
 	if x.MoreBindings {
-		return "more bind statements than are compared name its base: " + strings.Join(says, ", ") + ", and there are others"
+		return "the newest bind statements disagree about its base: " + strings.Join(says, ", ") + "; older ones do not count"
 	}
 	return "bind statements disagree about its base: " + strings.Join(says, ", ")
 }

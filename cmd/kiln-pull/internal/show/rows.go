@@ -29,8 +29,12 @@ type Rows struct {
 	json     *json.Encoder
 	table    *tabwriter.Writer
 	archives bool // those come now, and their title is not yet written
+	pending  int  // rows of the table that are not written yet: they get their widths together
 	err      error
 }
+
+// aligned is how many rows of a table get their widths together. More are written in several such blocks.
+const aligned = 1000
 
 // NewRows returns Rows that write to w what the registry at a host says.
 func NewRows(w io.Writer, registry string, asJSON bool) *Rows {
@@ -86,8 +90,9 @@ func (o *Rows) Artifact(x api.Artifact) {
 		o.encode(struct {
 			api.Artifact
 			Reference string `json:"reference"`
-			Archive   bool   `json:"archive,omitempty"` // nothing can resume from it exactly, or be shown to run on its base
-		}{x, Reference(o.registry, x.Held), Archive(x)})
+			Archive   bool   `json:"archive,omitempty"`  // nothing can resume from it exactly, or be shown to run on its base
+			Disputed  string `json:"disputed,omitempty"` // why statements about its base decide nothing
+		}{x, Reference(o.registry, x.Held), Archive(x), made.Disputed(x)})
 		return
 	}
 	base := held(x.Binding)
@@ -128,6 +133,12 @@ func note(x api.Artifact) string {
 	} else if x.Binding.Source != "" {
 		notes = append(notes, "by "+shortened(x.Binding.Source))
 	}
+	if n := max(x.Bases, len(x.Bindings)); n > 1 && made.Disputed(x) == "" {
+		notes = append(notes, fmt.Sprintf("rows of %d bases", n))
+	}
+	if c := conflict(x); c != "" {
+		notes = append(notes, c)
+	}
 	f := x.Facts
 	switch {
 	case f == nil:
@@ -141,6 +152,16 @@ func note(x api.Artifact) string {
 		notes = append(notes, fmt.Sprintf("%s, says %q", f.Statement.Type, f.Statement.By))
 	}
 	return strings.Join(notes, "; ")
+}
+
+// conflict says that the subject of an artifact, which came later, is of another base than the artifact names; empty: it
+// is not.
+func conflict(x api.Artifact) string {
+	if x.Facts == nil || x.Facts.Conflict == nil {
+		return ""
+	}
+	c := x.Facts.Conflict
+	return fmt.Sprintf("conflict: %s is of %s, but %s says %s", c.DerivedAt, c.Derived, c.ClaimedAt, c.Claimed)
 }
 
 // maxNames is how many names of adapters a row has.
@@ -205,7 +226,8 @@ func (o *Rows) row(kind api.Kind, h api.Held, name, evidence, base, note string)
 			cells[i] = "-"
 		}
 	}
-	fmt.Fprintln(o.table, strings.TrimSuffix(strings.Join(cells, "\t"), "\t-"))
+	fmt.Fprintln(o.table, strings.Join(cells, "\t"))
+	o.pending++
 }
 
 func moment(t time.Time) string {
@@ -221,8 +243,18 @@ func (o *Rows) encode(v any) {
 	}
 }
 
-// Flush writes what is there.
+// Page ends a page of a listing: enough rows are written.
+func (o *Rows) Page() error {
+	if o.table != nil && o.pending < aligned {
+		return nil
+	}
+	return o.Flush()
+}
+
+// Flush writes all rows.
 func (o *Rows) Flush() error {
+	o.pending = 0
+
 	if o.table != nil {
 		return o.table.Flush()
 	}

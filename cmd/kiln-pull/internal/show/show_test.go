@@ -42,7 +42,7 @@ func (w world) link(relation, from, to string, weak bool) {
 	w[digest(to)] = b
 }
 
-func (w world) links(_ context.Context, d identity.Digest) (api.Lineage, error) {
+func (w world) links(_ context.Context, _ string, d identity.Digest) (api.Lineage, error) {
 	l, ok := w[d]
 	if !ok {
 		return l, api.ErrManifestUnknown
@@ -112,7 +112,7 @@ func TestTreeOfArtifact(t *testing.T) {
 	l.Parents = append(l.Parents, api.Link{Relation: api.RelationParent, Digest: digest("gone")},
 		api.Link{Relation: api.RelationParent, Name: evil, Weak: true})
 	w[digest("two")] = l
-	tree, err := OfArtifact(t.Context(), digest("two"), w.links)
+	tree, err := OfArtifact(t.Context(), "team/two", digest("two"), w.links)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -141,7 +141,7 @@ func TestTreeOfArtifact(t *testing.T) {
 		len(back.Uses) != 2 {
 		t.Errorf("%v, %s", err, b.String())
 	}
-	if _, err := OfArtifact(t.Context(), digest("none"), w.links); err == nil {
+	if _, err := OfArtifact(t.Context(), "team/none", digest("none"), w.links); err == nil {
 		t.Error("a tree of nothing")
 	}
 }
@@ -207,7 +207,7 @@ func TestTreeEnds(t *testing.T) {
 		chain.add(api.KindAdapter, n)
 		chain.link(api.RelationParent, n, names[i-1], false)
 	}
-	if tree, err = OfArtifact(t.Context(), digest("39"), chain.links); err != nil {
+	if tree, err = OfArtifact(t.Context(), "team/39", digest("39"), chain.links); err != nil {
 		t.Fatal(err)
 	}
 	if got := lines(t, tree); strings.Count(got, "parent_adapter") != maxDepth || !strings.Contains(got, "(... and on)") {
@@ -228,10 +228,11 @@ func TestTreeEnds(t *testing.T) {
 		wide.link(api.RelationAdapter, n, "root", false)
 	}
 	asked := 0
-	_, err = OfArtifact(t.Context(), digest("root"), func(ctx context.Context, d identity.Digest) (api.Lineage, error) {
+	links := func(ctx context.Context, repo string, d identity.Digest) (api.Lineage, error) {
 		asked++
-		return wide.links(ctx, d)
-	})
+		return wide.links(ctx, repo, d)
+	}
+	_, err = OfArtifact(t.Context(), "team/root", digest("root"), links)
 	if err != nil || asked > maxNodes+1 {
 		t.Errorf("%v, asked %d times", err, asked)
 	}
@@ -309,8 +310,8 @@ func TestScores(t *testing.T) {
 		run("smoke", "demo", day(1)), run("smoke", "demo", day(2)), run("smoke", "", day(1)), known,
 		{Suite: evil, Examples: 0}, run("arc", "demo", day(1)),
 	}}}
-	scores := ScoresOf("host:1", x, "")
-	if n := len(ScoresOf("host:1", x, "demo")); n != 3 || len(scores) != 6 || ScoresOf("h", api.Artifact{}, "") != nil {
+	scores := ScoresOf("host:1", x, Adapter{})
+	if n := len(ScoresOf("host:1", x, Adapter{Name: "demo"})); n != 3 || len(scores) != 6 || ScoresOf("h", api.Artifact{}, Adapter{}) != nil {
 		t.Errorf("%d and %d scores", n, len(scores))
 	}
 	x.Facts.Eval.Omitted = 36

@@ -21,8 +21,15 @@ const (
 	maxNodes = 500 // of a tree
 )
 
-// Links returns what an artifact names and what names it. One that is not there is api.ErrManifestUnknown.
-type Links func(ctx context.Context, d identity.Digest) (api.Lineage, error)
+// Links returns what an artifact in a repository names and what names it. One that is not there is
+// api.ErrManifestUnknown.
+type Links func(ctx context.Context, repo string, d identity.Digest) (api.Lineage, error)
+
+// The relations of what stands directly below a base in its tree. No lineage has them.
+const (
+	relationPackaging = "packaging" // the base itself, in one repository
+	relationBase      = "base"      // artifact -> the base that it was made from
+)
 
 // Node is an artifact in a tree, or what a link names that is not held.
 type Node struct {
@@ -76,34 +83,51 @@ func (t *Tree) Ask(unavailable func(identity.Aggregate) ([]identity.Digest, erro
 	return errors.Join(ask(t.Base, t.From), ask(identity.Aggregate{}, t.Uses))
 }
 
+// copied is an artifact in one repository. A copy in another one may have other links.
+type copied struct {
+	repo   string
+	digest identity.Digest
+}
+
+func copyOf(x api.Artifact) copied { return copied{x.Repository, x.Digest} }
+
 // walker grows a tree. Each artifact is asked for once.
 type walker struct {
 	ctx   context.Context
 	links Links
-	known map[identity.Digest]api.Lineage
-	shown map[identity.Digest]bool
+	known map[copied]api.Lineage
+	shown map[copied]bool
 	nodes int
 }
 
 func newWalker(ctx context.Context, links Links) *walker {
-	return &walker{ctx: ctx, links: links, known: map[identity.Digest]api.Lineage{}, shown: map[identity.Digest]bool{}}
+	return &walker{ctx: ctx, links: links, known: map[copied]api.Lineage{}, shown: map[copied]bool{}}
 }
 
-// OfArtifact is the tree of one artifact: above it what it was made from, below it what was made from it.
-func OfArtifact(ctx context.Context, d identity.Digest, links Links) (Tree, error) {
+// OfArtifact is the tree of one artifact in a repository: above it what it was made from, below it what was made from it.
+func OfArtifact(ctx context.Context, repo string, d identity.Digest, links Links) (Tree, error) {
 	up := newWalker(ctx, links)
-	root, err := up.ask(d)
+	root, err := up.ask(copied{repo, d})
 	if err != nil {
 		return Tree{}, err
 	}
+	it := copyOf(root.Artifact)
 	t := Tree{Artifact: &root.Artifact, Base: root.Artifact.Binding.Aggregate, Held: root.Artifact.Binding.Held}
-	up.shown[d] = true
+	up.shown[it] = true
 	if t.From, err = up.grow(root, above, 1); err != nil {
 		return t, err
 	}
 	down := newWalker(ctx, links)
-	down.known, down.shown[d] = up.known, true
-	root.Parents = slices.DeleteFunc(slices.Clone(root.Parents), inside) // which are shown above
+	down.known, down.shown[it] = up.known, true
+	root.Parents, root.Children = slices.Clone(root.Parents), slices.Clone(root.Children)
+	for _, x := range root.Parents { // what is inside is shown above, and not again where it was pushed by itself too
+		if x.Inside && x.Artifact != nil {
+			root.Children = slices.DeleteFunc(root.Children, func(c api.Link) bool {
+				return c.Relation == api.RelationOutput && c.Artifact != nil && copyOf(*c.Artifact) == copyOf(*x.Artifact)
+			})
+		}
+	}
+	root.Parents = slices.DeleteFunc(root.Parents, func(x api.Link) bool { return x.Inside })
 	t.Uses, err = down.grow(root, below, 1)
 	return t, err
 }
@@ -113,33 +137,37 @@ func OfBase(ctx context.Context, base identity.Aggregate, all []api.Artifact, mo
 	t := Tree{Base: base, More: more || len(all) > maxNodes}
 	all = all[:min(len(all), maxNodes)]
 	w := newWalker(ctx, links)
-	listed := map[identity.Digest]bool{}
+	listed := map[copied]bool{}
 	for _, x := range all {
-		listed[x.Digest] = true
+		listed[copyOf(x)] = true
 		t.Held = t.Held || x.Binding.Held
 	}
 	all = slices.Clone(all)
 	slices.SortStableFunc(all, func(a, b api.Artifact) int { return cmp.Compare(order[a.Kind], order[b.Kind]) })
 	var first, rest []api.Artifact // rest lies below others or, in a cycle, below itself
 	for _, x := range all {
-		l, err := w.ask(x.Digest)
+		l, err := w.ask(copyOf(x))
 		if err == nil && x.Kind == api.KindBase && t.From == nil { // all packagings of a base have the same sources
 			t.From, err = newWalker(ctx, links).grow(l, above, 1)
 		}
 		if err != nil {
 			return t, err
 		}
-		if slices.ContainsFunc(above(l), func(up api.Link) bool { return up.Artifact != nil && listed[up.Artifact.Digest] }) {
+		if slices.ContainsFunc(above(l), func(up api.Link) bool { return up.Artifact != nil && listed[copyOf(*up.Artifact)] }) {
 			rest = append(rest, x)
 		} else {
 			first = append(first, x)
 		}
 	}
 	for _, x := range append(first, rest...) {
-		if w.shown[x.Digest] {
+		if w.shown[copyOf(x)] {
 			continue
 		}
-		n, err := w.node(api.Link{Artifact: &x}, below, 1)
+		relation := relationBase
+		if x.Kind == api.KindBase {
+			relation = relationPackaging
+		}
+		n, err := w.node(api.Link{Relation: relation, Artifact: &x}, below, 1)
 		if err != nil {
 			return t, err
 		}
@@ -153,14 +181,11 @@ var order = map[api.Kind]int{
 	api.KindBase: 0, api.KindAdapter: 1, api.KindCheckpoint: 2, api.KindEval: 3, api.KindReceipt: 4, api.KindStatement: 5,
 }
 
-// inside says whether what a link names is nothing but a file of the artifact that names it.
-func inside(l api.Link) bool { return l.Inside && l.Artifact == nil }
-
 // above are the links to what an artifact was made from. A receipt is named by its adapter, but comes after it, unless
 // it is inside.
 func above(l api.Lineage) (links []api.Link) {
 	for _, p := range l.Parents {
-		if p.Relation != api.RelationReceipt || inside(p) {
+		if p.Relation != api.RelationReceipt || p.Inside {
 			links = append(links, p)
 		}
 	}
@@ -188,15 +213,15 @@ func below(l api.Lineage) (links []api.Link) {
 }
 
 // ask returns what is known of an artifact. One that is gone meanwhile has no links.
-func (w *walker) ask(d identity.Digest) (api.Lineage, error) {
-	if l, ok := w.known[d]; ok {
+func (w *walker) ask(x copied) (api.Lineage, error) {
+	if l, ok := w.known[x]; ok {
 		return l, nil
 	}
-	l, err := w.links(w.ctx, d)
+	l, err := w.links(w.ctx, x.repo, x.digest)
 	if err != nil {
 		return l, err
 	}
-	w.known[d] = l
+	w.known[x] = l
 	return l, nil
 }
 
@@ -206,11 +231,17 @@ func (w *walker) grow(l api.Lineage, way func(api.Lineage) []api.Link, depth int
 	slices.SortStableFunc(links, func(a, b api.Link) int {
 		return cmp.Or(cmp.Compare(kindOf(a), kindOf(b)), cmp.Compare(a.Relation, b.Relation))
 	})
-	type said struct{ artifact, statement identity.Digest }
+	type said struct {
+		artifact  copied
+		statement identity.Digest
+	}
 	at := map[said]int{}
 	for _, x := range links {
 		if x.Artifact != nil {
-			is := said{x.Artifact.Digest, x.Statement}
+			if x.Inside && w.shown[copyOf(*x.Artifact)] {
+				continue // a receipt is shown, and now the adapter that contains it
+			}
+			is := said{copyOf(*x.Artifact), x.Statement}
 			if i, twice := at[is]; twice { // in two relations: one node, as strong as the stronger
 				nodes[i].Weak = nodes[i].Weak && x.Weak
 				continue
@@ -238,17 +269,17 @@ func (w *walker) node(x api.Link, way func(api.Lineage) []api.Link, depth int) (
 	n.Link = x
 	w.nodes++
 	switch {
-	case x.Artifact == nil:
+	case x.Artifact == nil, x.Inside: // what is inside has no links but those of what contains it
 		return n, nil
-	case w.shown[x.Artifact.Digest]:
+	case w.shown[copyOf(*x.Artifact)]:
 		n.Repeated = true
 		return n, nil
 	case depth == maxDepth || w.nodes >= maxNodes:
 		n.Cut = true
 		return n, nil
 	}
-	w.shown[x.Artifact.Digest] = true
-	l, err := w.ask(x.Artifact.Digest)
+	w.shown[copyOf(*x.Artifact)] = true
+	l, err := w.ask(copyOf(*x.Artifact))
 	if err != nil {
 		return n, err
 	}
@@ -259,6 +290,7 @@ func (w *walker) node(x api.Link, way func(api.Lineage) []api.Link, depth int) (
 // Write writes the tree: indented for people, or as one JSON object.
 func (t Tree) Write(w io.Writer, registry string, asJSON bool) error {
 	if asJSON {
+		t.From, t.Uses = append([]Node{}, t.From...), append([]Node{}, t.Uses...) // lists, also where they are empty
 		return json.NewEncoder(w).Encode(struct {
 			Event string `json:"event"` // tree
 			Tree
@@ -281,6 +313,9 @@ func (t Tree) Write(w io.Writer, registry string, asJSON bool) error {
 			first = "base can't be told: " + disputed
 		}
 		p.section("made from", first, t.From)
+		if c := conflict(*t.Artifact); c != "" {
+			p.line(2, c)
+		}
 		p.section("used by", "", t.Uses)
 	}
 	if t.More {
@@ -318,16 +353,17 @@ func (p *printer) nodes(depth int, nodes []Node) {
 	for _, n := range nodes {
 		text := p.name(n.Link)
 		switch {
-		case inside(n.Link):
+		case n.Inside && n.Artifact == nil:
 			text = fmt.Sprintf("%s inside: %s", n.Relation, n.Digest)
+		case n.Inside:
+			text = fmt.Sprintf("%s inside: %s, also pushed by itself: %s", n.Relation, n.Digest, text)
+		case n.Relation == relationBase, n.Relation == relationPackaging: // which is all that stands there
 		case n.How != "":
 			text = n.Relation + " (" + n.How + "): " + text
 		case n.Relation != "":
 			text = n.Relation + ": " + text
 		}
-		if !n.Statement.IsZero() {
-			text += " (says statement " + shortened(n.Statement.String()) + ")"
-		}
+		text += stated(n.Link)
 		if n.Weak {
 			text += " (weak: by name)"
 		}
@@ -343,6 +379,33 @@ func (p *printer) nodes(depth int, nodes []Node) {
 		p.line(depth, text)
 		p.nodes(depth+1, n.Nodes)
 	}
+}
+
+// stated is what the statement says that makes a link, or that the link leads to: who says it, what and why.
+func stated(l api.Link) string {
+	var says []string
+	switch {
+	case l.Artifact != nil && l.Artifact.Digest == l.Statement:
+	case !l.Statement.IsZero():
+		says = append(says, "says statement "+shortened(l.Statement.String()))
+	}
+	base, by, reason := l.Base, l.By, l.Reason
+	if x := l.Artifact; x != nil && x.Facts != nil && x.Facts.Statement != nil {
+		base, by, reason = x.Facts.Statement.Base, x.Facts.Statement.By, x.Facts.Statement.Reason
+	}
+	if !base.IsZero() {
+		says = append(says, "binds to base "+base.String())
+	}
+	if by != "" {
+		says = append(says, fmt.Sprintf("by %q", by))
+	}
+	if reason != "" {
+		says = append(says, fmt.Sprintf("reason %q", reason))
+	}
+	if len(says) == 0 {
+		return ""
+	}
+	return " (" + strings.Join(says, "; ") + ")"
 }
 
 // name is a node on one line.
@@ -368,6 +431,12 @@ func (p *printer) name(l api.Link) string {
 		}
 		if Archive(*x) {
 			text += " (archive)"
+		}
+		if made.Disputed(*x) != "" {
+			text += " (its base can't be told)"
+		}
+		if conflict(*x) != "" {
+			text += " (its subject is of another base)"
 		}
 		return text
 	}
