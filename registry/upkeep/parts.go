@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"strings"
 
 	"github.com/kiln-registry/kiln-registry/blobstore"
@@ -17,6 +18,7 @@ type reading struct {
 	i    blobstore.Info
 	n    int64 // bytes so far
 	hash *lanes.Recorder
+	form []byte // what midstates returned
 	// Set where the parts that are damaged are to be named.
 	states *lanes.States
 	stream *lanes.Stream
@@ -57,15 +59,15 @@ func (r *reading) damage() string {
 // midstates returns the form of those that were noted of a blob that was right; nil if it has one segment.
 func (r *reading) midstates() ([]byte, error) {
 	n := lanes.Edges(r.n, lanes.SegmentSize)
-	if n == 0 || n > lanes.MaxEdges {
-		return nil, nil
+	if n == 0 || n > lanes.MaxEdges || r.form != nil {
+		return r.form, nil
 	}
 	_, noted := r.hash.Take()
 	states, err := lanes.New(lanes.SegmentSize, r.n, r.i.Digest, noted[:n])
-	if err != nil {
-		return nil, err
+	if err == nil {
+		r.form, err = states.MarshalBinary()
 	}
-	return states.MarshalBinary()
+	return r.form, err
 }
 
 // keepSegments keeps the midstates of a blob that was read and was right, unless the store has the same ones, and says
@@ -116,6 +118,118 @@ func (s *Scrubber) segments(ctx context.Context, i blobstore.Info) *lanes.States
 		return nil
 	}
 	return states
+}
+
+// scrubLanes is how many parts of a blob are read and hashed at once, which takes one core.
+const scrubLanes = 4
+
+// inParts reads a blob by its midstates, several parts at once, and returns nil if it is what its digest says: the
+// midstates need no trust for that. lanes.ErrMismatch: the bytes and the midstates don't fit, and reading it in order
+// tells which of them are wrong. errors.ErrUnsupported: that would save nothing.
+func (s *Scrubber) inParts(ctx context.Context, states *lanes.States, i blobstore.Info, p *pace) error {
+	if states == nil || states.Size != i.Size || min(lanes.Width(), states.Len()) == 1 {
+		return errors.ErrUnsupported
+	}
+	n := min(scrubLanes, states.Len())
+	parts := make([]*part, n)
+	defer func() {
+		for _, t := range parts {
+			if t != nil {
+				t.body.Close()
+			}
+		}
+	}()
+	for k, buf := range lanes.Buffers(n, scrubPiece) {
+		t, err := s.part(ctx, states, i, k*states.Len()/n, (k+1)*states.Len()/n, buf)
+		if err != nil {
+			return err
+		}
+		parts[k] = t
+	}
+	for {
+		pieces, err := nextPieces(parts)
+		if err != nil || len(pieces) == 0 {
+			return err
+		}
+		lanes.Write(pieces...)
+		read := 0
+		for _, piece := range pieces {
+			read += len(piece.Data)
+		}
+		if err := p.read(ctx, read); err != nil {
+			return err
+		}
+	}
+}
+
+// part is a run of segments of a blob that are checked one after the other.
+type part struct {
+	states *lanes.States
+	at     int // the segment that is being checked
+	end    int // the one after the last
+	check  *lanes.Check
+	left   int64 // bytes of the segment that are not read yet
+	body   io.ReadCloser
+	buf    []byte
+}
+
+func (s *Scrubber) part(
+	ctx context.Context, states *lanes.States, i blobstore.Info, at, end int, buf []byte,
+) (*part, error) {
+	off, left := states.Range(at)
+	last, size := states.Range(end - 1)
+	body, err := s.store.Open(ctx, i, off, last+size-off)
+	if err != nil {
+		return nil, err
+	}
+	return &part{states, at, end, states.Check(at), left, body, buf}, nil
+}
+
+// nextPieces reads the next piece of each part that has not ended.
+func nextPieces(parts []*part) (pieces []lanes.Piece, err error) {
+	for _, t := range parts {
+		if err := t.edge(); err != nil {
+			return nil, err
+		}
+		if t.left == 0 {
+			continue
+		}
+		n, err := blobstore.Fill(t.body, t.buf[:min(int64(len(t.buf)), t.left)])
+		if err != nil && err != io.EOF {
+			return nil, err
+		}
+		if n == 0 {
+			return nil, fmt.Errorf("segment %d: %w: it ends %d bytes too early", t.at, lanes.ErrMismatch, t.left)
+		}
+		t.left -= int64(n)
+		pieces = append(pieces, lanes.Piece{To: t.check, Data: t.buf[:n]})
+	}
+	return pieces, nil
+}
+
+// edge goes on to the next segment if all of this one was read. lanes.ErrMismatch if it does not match.
+func (t *part) edge() error {
+	if t.left > 0 || t.at == t.end {
+		return nil
+	}
+	if err := t.check.Err(); err != nil {
+		return err
+	}
+	if t.at++; t.at < t.end {
+		_, t.left = t.states.Range(t.at)
+		t.check = t.states.Check(t.at)
+	}
+	return nil
+}
+
+// same says whether a blob that was read in order has these midstates.
+func (r *reading) same(states *lanes.States) bool {
+	form, err := r.midstates()
+	if err != nil || form == nil {
+		return false
+	}
+	had, err := states.MarshalBinary()
+	return err == nil && bytes.Equal(form, had)
 }
 
 // maxNamed is how many damaged ranges are named.

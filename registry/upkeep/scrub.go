@@ -12,6 +12,7 @@ import (
 
 	"github.com/kiln-registry/kiln-registry/blobstore"
 	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/identity/lanes"
 	"github.com/kiln-registry/kiln-registry/index"
 )
 
@@ -274,12 +275,21 @@ func unreachable(err error) error {
 // reached.
 func (s *Scrubber) blob(ctx context.Context, i blobstore.Info, p *pace) (Finding, error) {
 	f := Finding{Digest: i.Digest, Size: i.Size}
+	states := s.segments(ctx, i)
+	inParts := s.inParts(ctx, states, i, p)
+	if inParts == nil {
+		f.Verdict = Good
+		return f, nil
+	}
 	r := newReading(i)
 	found := s.read(ctx, r, p)
+	if found.Verdict == Good && errors.Is(inParts, lanes.ErrMismatch) && r.same(states) {
+		found = outcome{Verdict: Unsteady, Why: "right when it was read again; at first " + inParts.Error()}
+	}
 	if found.Verdict == Damaged {
 		first := found
 		r = newReading(i)
-		r.locate(s.segments(ctx, i))
+		r.locate(states)
 		if found = s.read(ctx, r, p); found.Verdict == Good {
 			found.Verdict, found.Why = Unsteady, "right when it was read again; at first "+first.Why
 		}
