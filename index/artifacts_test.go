@@ -465,3 +465,55 @@ func TestImportRefused(t *testing.T) {
 		t.Errorf("import into an index that holds something: %v", err)
 	}
 }
+
+// TestPagesTellNothing: what lies in repositories that are not to be seen changes neither a page nor its cursor.
+func TestPagesTellNothing(t *testing.T) {
+	a := aggregate("base")
+	walk := func(hidden ...index.Op) (said []string) {
+		ix := opened(t, openMemory(t, new(memkv.Disk)))
+		ix.SetPage(100, 1<<20, 3)
+		checkpoint := adapter("pub/c", "checkpoint", 2, a)
+		checkpoint.Kind = api.KindCheckpoint
+		ops := []index.Op{adapter("pub/a", "one", 1, a), checkpoint}
+		for i := range 150 {
+			p := adapter("pub/d", fmt.Sprint("d", i), uint64(i+3), a)
+			p.Evidence = api.EvidenceAggregateOnly
+			ops = append(ops, p)
+		}
+		apply(t, ix, append(ops, hidden...)...)
+		for _, f := range []index.Query{{}, {Kind: api.KindAdapter}, {Kind: api.KindCheckpoint},
+			{Evidence: api.EvidenceAsserted}, {Since: epoch.Add(100 * time.Second)}, {Repo: "pub/a"}} {
+			f.Aggregate, f.See = a, func(repo string) bool { return strings.HasPrefix(repo, "pub/") }
+			for _, next := range []func(string) (string, bool){nil, func(repo string) (string, bool) {
+				return "pub/", repo < "pub/"
+			}} {
+				for q := f; ; {
+					q.Next = next
+					p, err := ix.Listing(t.Context(), q, 1, nil)
+					if err != nil {
+						t.Fatal(err)
+					}
+					said = append(said, fmt.Sprintf("%s %q", p.JSON, p.Next))
+					if q.After = p.Next; q.After == "" {
+						break
+					}
+				}
+			}
+		}
+		return said
+	}
+	none := walk()
+	for what, repos := range map[string][]string{"before": {"aaa/x"}, "after": {"zzz/x"}, "both": {"aaa/x", "zzz/x", "pua/y"}} {
+		var hidden []index.Op
+		for i, kind := range []api.Kind{api.KindAdapter, api.KindCheckpoint, api.KindEval} {
+			for j, repo := range repos {
+				for n := range 70 {
+					p := adapter(repo, fmt.Sprint("hidden", i, n), uint64(100*i+10*j+n+1000), a)
+					p.Kind = kind
+					hidden = append(hidden, p)
+				}
+			}
+		}
+		equal(t, what, walk(hidden...), none)
+	}
+}

@@ -257,7 +257,7 @@ type walk struct {
 	row    row               // the last one that look read
 	listed listed            // what look found that it lists
 	copied []byte            // of unseal
-	hidden bool              // where the last jump leads to tells the name of a repository that is not to be seen
+	shown  bool              // the last row that look read is one that the caller may know of
 }
 
 // newWalk checks a query, and returns where it starts.
@@ -321,7 +321,7 @@ func (w *walk) wants() bool {
 func (w *walk) jump(k []byte) []byte {
 	r := &w.row
 	grouped := k[0] == tableAggregate || k[0] == tableName || k[0] == tableLink
-	w.hidden = false
+	w.shown = false
 	group := key(k[: 34+len(r.group) : 34+len(r.group)]) // of such a key: table, 32 bytes, the group and its zero
 	switch {
 	case grouped && w.Repo != "" && string(r.repo) < w.Repo: // several groups are walked
@@ -334,6 +334,7 @@ func (w *walk) jump(k []byte) []byte {
 	default:
 		return w.pass(group, string(r.repo))
 	}
+	w.shown = true
 	if r.created > w.since {
 		return after(k[:len(k)-rowEnd])
 	}
@@ -351,7 +352,6 @@ func (w *walk) pass(group key, repo string) []byte {
 			return group.text(next)
 		}
 	}
-	w.hidden = true
 	return after(group.text(repo))
 }
 
@@ -424,38 +424,17 @@ func Cursor(q Query, r Record) string {
 	return base64.RawURLEncoding.EncodeToString(k)
 }
 
-// start returns the key behind the one that After stands for: a row, or where a walk went on that passed by rows.
+// start returns the key behind the row that After stands for.
 func (q Query) start() ([]byte, error) {
 	k, err := base64.RawURLEncoding.DecodeString(q.After)
 	prefix, _ := q.prefix()
 	if err != nil || len(k) > maxKey || !bytes.HasPrefix(k, prefix) {
 		return nil, fmt.Errorf("%.80q: %w", q.After, ErrCursor)
 	}
-	if err := new(row).read(k); err != nil && !passedBy(k) {
+	if err := new(row).read(k); err != nil {
 		return nil, fmt.Errorf("%.80q: %w", q.After, ErrCursor)
 	}
 	return append(k, 0), nil
-}
-
-// passedBy says whether a key has the form of one that jump returns: the first of a repository, or the first behind a
-// repository or a group.
-func passedBy(k []byte) bool {
-	k = bytes.Clone(k)
-	p := split(k)
-	if k[0] == tableSubject {
-		p.text()
-		p.sum()
-		p.sum()
-		return p.err() == nil
-	}
-	if last := &k[len(k)-1]; *last == 1 {
-		*last = 0
-	}
-	p.sum()
-	if p.text(); len(p.left) > 0 {
-		p.text()
-	}
-	return p.err() == nil
 }
 
 // Bases yields the base models of which see lets a manifest be seen (nil: every one), in order of aggregate and after a

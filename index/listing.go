@@ -411,9 +411,9 @@ func (l *listed) appendTo(b []byte, held bool) []byte {
 const (
 	// maxPageBytes are about the bytes that end a page before it has the rows that were asked for.
 	maxPageBytes = 4 << 20
-	// maxTries is in how many transactions rows are looked at for one page, of limits.steps each: a filter that few rows
-	// pass ends it early.
-	maxTries = 16
+	// maxLooks is how many rows of the caller's repositories are looked at for one page, in limits.steps of an index: a
+	// filter that few of them pass ends it early.
+	maxLooks = 16
 )
 
 // Page is a page of a listing.
@@ -482,7 +482,8 @@ func (ix *Index) Records(ctx context.Context, q Query, n int) (records []Record,
 }
 
 // page has take read up to n rows of a query, once first has used the transaction, and returns where the next page starts.
-// That never tells the name of a repository that is not to be seen: past those it goes on, however many there are.
+// Where a page ends, and whether another one follows, is the same whatever lies in repositories that are not to be seen:
+// those it passes by, however many there are.
 func (ix *Index) page(
 	ctx context.Context, q Query, n int, first func(tx) error, take func(tx, *walk) (int, error),
 ) (string, error) {
@@ -490,11 +491,11 @@ func (ix *Index) page(
 	if err != nil {
 		return "", err
 	}
-	p := paging{walk: w, most: max(n, 1), take: take}
-	for tries := 1; ; tries++ {
+	p := paging{walk: w, most: max(n, 1), looks: maxLooks * ix.limits.steps, take: take}
+	for {
 		p.steps, p.next = ix.limits.steps, nil
 		err := ix.view(ctx, func(t tx) error {
-			if tries == 1 && first != nil {
+			if first != nil {
 				if err := first(t); err != nil {
 					return err
 				}
@@ -506,12 +507,12 @@ func (ix *Index) page(
 		switch {
 		case err != nil:
 			return "", err
-		case p.full || p.next != nil && tries >= maxTries && !w.hidden:
+		case p.full:
 			return base64.RawURLEncoding.EncodeToString(p.at), nil
 		case p.next == nil:
 			return "", nil
 		}
-		from = p.next
+		from, first = p.next, nil
 	}
 }
 
@@ -521,8 +522,9 @@ type paging struct {
 	take       func(tx, *walk) (int, error)
 	most       int    // rows
 	rows, size int    // taken so far, with their bytes
-	full       bool   // and there is another row
-	at         []byte // all up to it is done; in a transaction perhaps a key of it
+	full       bool   // and there is another row that the caller may know of
+	at         []byte // the last row of those that was looked at; in a transaction perhaps a key of it
+	looks      int    // left at such rows
 	steps      int    // left in this transaction
 	next       []byte // where the next transaction goes on; nil: there is none
 }
@@ -535,27 +537,24 @@ func (p *paging) visit(t tx, k, v []byte) ([]byte, error) {
 	}
 	p.steps--
 	jump, err := p.look(t, k, v)
-	switch {
-	case err != nil:
-		return nil, err
-	case jump != nil:
-		if !p.hidden {
-			p.at = jump
-		}
-		return jump, nil
-	case !p.wants():
-	case p.rows == p.most || p.rows > 0 && p.size >= maxPageBytes:
+	if err != nil || !p.shown {
+		return jump, err
+	}
+	wanted := jump == nil && p.wants()
+	if p.looks == 0 || wanted && (p.rows == p.most || p.rows > 0 && p.size >= maxPageBytes) {
 		p.full = true
 		return nil, errStop
-	default:
+	}
+	if wanted {
 		size, err := p.take(t, p.walk)
 		if err != nil {
 			return nil, err
 		}
 		p.rows, p.size = p.rows+1, p.size+size
 	}
+	p.looks--
 	p.at = k
-	return nil, nil
+	return jump, nil
 }
 
 // Holds says whether see lets a base of the aggregate be seen. See Query for see and next, which may be nil.
