@@ -11,6 +11,7 @@ import (
 	"math"
 	"slices"
 	"sync"
+	"sync/atomic"
 
 	godigest "github.com/opencontainers/go-digest"
 	"github.com/opencontainers/image-spec/specs-go"
@@ -20,6 +21,7 @@ import (
 	"github.com/kiln-registry/kiln-registry/api"
 	"github.com/kiln-registry/kiln-registry/api/client"
 	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/identity/lanes"
 	"github.com/kiln-registry/kiln-registry/identity/safetensors"
 	"github.com/kiln-registry/kiln-registry/transfer/folder"
 )
@@ -27,8 +29,8 @@ import (
 // maxUploads is how many blobs are sent at a time; more connections do not help a link, and cost the registry buffers.
 const maxUploads = 4
 
-// pushStreams is how many files are hashed at a time on a core: with more, the first of them would be done, and sent,
-// later.
+// pushStreams is how many files are hashed at a time on a core, as long as there may be something to send: with more,
+// which takes less of the core, the first of them would be done, and sent, later.
 const pushStreams = 4
 
 // PushOptions says how a model is pushed. The zero value is ready to use.
@@ -124,6 +126,7 @@ func pullable(shards []folder.File) error {
 type push struct {
 	f     *folder.Folder
 	u     *Uploader
+	there atomic.Int32 // blobs that the registry has now
 	mu    sync.Mutex
 	taken map[identity.Digest]bool // blobs that somebody is seeing to
 }
@@ -150,7 +153,7 @@ func (p *push) run(ctx context.Context) ([]layer, identity.Manifest, error) {
 	sending := make(chan struct{}, maxUploads)
 	g.Go(func() error {
 		return p.f.HashAll(ctx, order, folder.Hashing{
-			Streams: pushStreams,
+			Streams: p.streams,
 			Moved:   func(i int, n int64) { p.hashed(Moved, order[i], n) },
 			Done: func(i int, h folder.Hashed) {
 				l := &layers[i]
@@ -182,7 +185,20 @@ func (p *push) hashed(s Step, f folder.File, n int64) {
 }
 
 func (p *push) send(ctx context.Context, l *layer) error {
-	return p.u.Send(ctx, Blob{l.Name, l.digest, l.Size, OnDisk{p.f, l.File}})
+	err := p.u.Send(ctx, Blob{l.Name, l.digest, l.Size, OnDisk{p.f, l.File}})
+	if err == nil {
+		p.there.Add(1)
+	}
+	return err
+}
+
+// streams returns how many files are hashed at a time on a core. If the registry had all that it was asked for, it most
+// likely has the rest too.
+func (p *push) streams() int {
+	if p.there.Load() > 0 && p.u.Sent() == 0 {
+		return lanes.Width()
+	}
+	return pushStreams
 }
 
 // within runs do while holding a place among those that slots has.

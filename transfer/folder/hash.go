@@ -85,7 +85,7 @@ type Hashed struct {
 type Hashing struct {
 	Moved   func(i int, done int64) // bytes of the file that were read
 	Done    func(i int, h Hashed)
-	Streams int // files at a time on a core, at most; zero: as many as are of use
+	Streams func() int // as in hashing.Options
 }
 
 // HashAll is Hash for several files, which are read at the same time as far as that is of use, those first that come

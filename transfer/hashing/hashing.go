@@ -15,10 +15,6 @@ import (
 	"github.com/kiln-registry/kiln-registry/identity/lanes"
 )
 
-// maxStreams is how many streams a core has at most. Sixteen, which the widest kernel takes, bring little more than
-// eight, and they all want memory and, of a disk that turns, its head.
-const maxStreams = 8
-
 // Part is what is read of a file, and what hashes it.
 type Part struct {
 	File *os.File
@@ -42,8 +38,8 @@ type Job interface {
 
 // Options says how to work. The zero value is ready to use.
 type Options struct {
-	Cores   int // that hash at a time; zero: all
-	Streams int // at a time on a core, at most; zero: as many as are of use
+	Cores   int        // that hash at a time; zero: all
+	Streams func() int // how many a core has at a time, at most; nil: as many as are of use. It may be asked at any time
 }
 
 // Run works on jobs, those first that come first, and returns when all that were opened are closed. The first error of a
@@ -68,9 +64,9 @@ func Run[J Job](ctx context.Context, jobs []J, o Options) error {
 
 // crew is one Run under way.
 type crew struct {
-	ctx   context.Context
-	cores int
-	most  int // streams of a core
+	ctx     context.Context
+	cores   int
+	streams func() int // of a core, at most
 
 	mu      sync.Mutex // guards the rest
 	changed *sync.Cond
@@ -82,12 +78,12 @@ type crew struct {
 }
 
 func newCrew(ctx context.Context, jobs int, o Options) *crew {
-	c := &crew{ctx: ctx, cores: o.Cores, most: min(lanes.Width(), maxStreams), waiting: jobs}
+	c := &crew{ctx: ctx, cores: o.Cores, streams: o.Streams, waiting: jobs}
 	if c.cores <= 0 {
 		c.cores = runtime.GOMAXPROCS(0)
 	}
-	if o.Streams > 0 {
-		c.most = min(c.most, o.Streams)
+	if c.streams == nil {
+		c.streams = lanes.Width
 	}
 	c.cores = min(c.cores, jobs)
 	c.changed = sync.NewCond(&c.mu)
@@ -129,8 +125,9 @@ func (c *crew) take() []*stream {
 
 // share takes an equal part of all streams for one core: of those that are open first, which were long without one.
 func (c *crew) share() []*stream {
-	begin := min(c.waiting, c.cores*c.most-c.open)
-	n := min((c.open+begin+c.cores-1)/c.cores, c.most)
+	most := max(1, min(c.streams(), lanes.Width()))
+	begin := max(0, min(c.waiting, c.cores*most-c.open))
+	n := min((c.open+begin+c.cores-1)/c.cores, most)
 	have := min(n, len(c.ready))
 	mine := append(make([]*stream, 0, n), c.ready[:have]...)
 	c.ready = c.ready[have:]

@@ -109,10 +109,21 @@ func parts(t testing.TB) (jobs []*job) {
 	return jobs
 }
 
+func few(n int) func() int { return func() int { return n } }
+
+// fewer starts with many and ends with none, which counts as one.
+func fewer() func() int {
+	n := 9
+	return func() int {
+		n = max(0, n-1)
+		return n
+	}
+}
+
 // TestRun: whole files and parts of them, in the page cache and not, aligned and not, on any number of cores.
 func TestRun(t *testing.T) {
-	for _, o := range []hashing.Options{{}, {Cores: 1}, {Cores: 7}, {Streams: 1}, {Cores: 3, Streams: 2}} {
-		t.Run(fmt.Sprintf("%+v", o), func(t *testing.T) {
+	for i, o := range []hashing.Options{{}, {Cores: 1}, {Cores: 7}, {Streams: few(1)}, {Cores: 3, Streams: few(2)}, {Cores: 1, Streams: fewer()}} {
+		t.Run(fmt.Sprint(i), func(t *testing.T) {
 			jobs := parts(t)
 			if err := hashing.Run(t.Context(), jobs, o); err != nil {
 				t.Fatal(err)

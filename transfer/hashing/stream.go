@@ -6,6 +6,8 @@ import (
 	"os"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/kiln-registry/kiln-registry/identity/lanes"
 )
 
 const (
@@ -29,7 +31,7 @@ func (b *buffers) split(n int) (err error) {
 		return nil
 	}
 	if b.all == nil {
-		size := arena + maxStreams*stagger
+		size := arena + lanes.Width()*stagger
 		b.all, err = unix.Mmap(-1, 0, size, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_ANON|unix.MAP_PRIVATE)
 		if err != nil {
 			return fmt.Errorf("take %d bytes of memory: %w", size, err)
