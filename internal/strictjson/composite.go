@@ -11,7 +11,7 @@ func (r *Reader) Object(member func(name string) error) error {
 	var names nameSet
 	return r.members(func(at int, text []byte) error {
 		name := r.own(text)
-		if !names.add(name) {
+		if !names.add(r.data, at, text) {
 			return r.twice(at, name)
 		}
 		if err := member(name); err != nil {
@@ -42,6 +42,20 @@ func (r *Reader) members(member func(at int, name []byte) error) error {
 			return err
 		}
 	}
+}
+
+// skip is Object for one whose members are only checked.
+func (r *Reader) skip() error {
+	var names nameSet
+	return r.members(func(at int, text []byte) error {
+		if !names.add(r.data, at, text) {
+			return r.twice(at, string(text))
+		}
+		if err := r.Skip(); err != nil {
+			return within(err, string(text), true)
+		}
+		return nil
+	})
 }
 
 func (r *Reader) twice(at int, name string) error {
@@ -186,36 +200,4 @@ func (r *Reader) stranger(name string, fields []Field) error {
 		}
 	}
 	return r.fail(r.pos, RuleUnknownField, "unknown member %.80q", name)
-}
-
-// nameSet holds the names of one object: few of them in place, many in a map.
-type nameSet struct {
-	few  [16]string
-	n    int
-	many map[string]struct{}
-}
-
-// add reports whether name is new.
-func (s *nameSet) add(name string) bool {
-	if s.many != nil {
-		before := len(s.many)
-		s.many[name] = struct{}{}
-		return len(s.many) > before
-	}
-	for _, have := range s.few[:s.n] {
-		if have == name {
-			return false
-		}
-	}
-	if s.n < len(s.few) {
-		s.few[s.n] = name
-		s.n++
-		return true
-	}
-	s.many = make(map[string]struct{}, 2*len(s.few))
-	for _, have := range s.few {
-		s.many[have] = struct{}{}
-	}
-	s.many[name] = struct{}{}
-	return true
 }

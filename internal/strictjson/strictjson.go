@@ -9,6 +9,7 @@ package strictjson
 
 import (
 	"fmt"
+	"math"
 	"unicode/utf8"
 )
 
@@ -88,6 +89,9 @@ type Reader struct {
 // Read checks that data is UTF-8, has document read its one value, and checks that nothing follows it.
 func Read(data []byte, document func(*Reader) error) error {
 	r := &Reader{data: data}
+	if len(data) > math.MaxInt32 {
+		return r.fail(0, RuleSyntax, "more than %d bytes", math.MaxInt32)
+	}
 	if !utf8.Valid(data) {
 		return r.fail(invalidUTF8(data), RuleUTF8, "not UTF-8")
 	}
@@ -231,7 +235,7 @@ func (r *Reader) Bool() (bool, error) {
 func (r *Reader) Skip() (err error) {
 	switch r.Kind() {
 	case Object:
-		return r.Object(func(string) error { return r.Skip() })
+		return r.skip()
 	case Array:
 		return r.Array(func(int) error { return r.Skip() })
 	case String:

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"reflect"
+	"runtime"
 	"strings"
 	"testing"
 )
@@ -318,6 +319,39 @@ func BenchmarkValid(b *testing.B) {
 		if err := Valid(doc.Bytes()); err != nil {
 			b.Fatal(err)
 		}
+	}
+}
+
+// Of many names in one object the same one is found twice, however it is spelled; and what is kept of them is little more
+// than the text.
+func TestManyNames(t *testing.T) {
+	var doc bytes.Buffer
+	for i := range 100_000 {
+		fmt.Fprintf(&doc, `%c"%x":0`, "{,"[min(i, 1)], i)
+	}
+	whole := append(doc.Bytes(), '}')
+	var before, after runtime.MemStats
+	runtime.ReadMemStats(&before)
+	if err := Valid(whole); err != nil {
+		t.Fatal(err)
+	}
+	runtime.ReadMemStats(&after)
+	if took := after.TotalAlloc - before.TotalAlloc; took > uint64(3*len(whole)) {
+		t.Errorf("takes %d bytes for %d of text", took, len(whole))
+	}
+	for _, again := range []string{"0", "f", "10", "1869f", `\u0031869f`, `c35\u0030`} {
+		twice := append(doc.Bytes(), `,"`+again+`":0}`...)
+		var e *Error
+		if err := Valid(twice); !errors.As(err, &e) || e.Rule != RuleDuplicate || e.Offset != doc.Len()+1 {
+			t.Errorf("%s: %v", again, err)
+		}
+	}
+	if err := Valid([]byte(`{"\\":0,"\"":0,"":0,"a\"":0,"a\\":0,"\u0061":0}`)); err != nil {
+		t.Error(err)
+	}
+	var e *Error
+	if err := Valid([]byte(`{"\u0061":0,"a":0}`)); !errors.As(err, &e) || e.Rule != RuleDuplicate {
+		t.Error(err)
 	}
 }
 
