@@ -78,13 +78,23 @@ type ReceiptFacts struct {
 
 // EvalFacts are those of an eval archive, an eval result or the rows of an export.
 type EvalFacts struct {
-	State    string    `json:"state,omitempty"`
-	Suite    string    `json:"suite,omitempty"`        // of a job; the runs have their own
-	Adapters []string  `json:"adapters,omitempty"`     // the first 64 names; empty text: the base alone
-	Rows     int       `json:"rows,omitempty"`         // of an export of outcomes
-	Unbound  int       `json:"rows_unbound,omitempty"` // of those, the ones that hold no full manifest of their base
-	Runs     []EvalRun `json:"runs,omitempty"`
-	Omitted  int       `json:"runs_omitted,omitempty"` // runs beyond the 64 that are kept
+	State    string   `json:"state,omitempty"`
+	Suite    string   `json:"suite,omitempty"`        // of a job; the runs have their own
+	Adapters []string `json:"adapters,omitempty"`     // the first 64 names; empty text: the base alone
+	Rows     int      `json:"rows,omitempty"`         // of an export of outcomes
+	Unbound  int      `json:"rows_unbound,omitempty"` // of those, the ones that hold no full manifest of their base
+	// Bases are those that the rows of an export name, in the order of their first rows, where there are several: at most
+	// 16. The artifact is listed under each.
+	Bases   []EvalBase `json:"bases,omitempty"`
+	Runs    []EvalRun  `json:"runs,omitempty"`
+	Omitted int        `json:"runs_omitted,omitempty"` // runs beyond the 64 that are kept
+}
+
+// EvalBase is one base of several that the rows of an export name.
+type EvalBase struct {
+	Aggregate identity.Aggregate `json:"aggregate_sha256"`
+	Rows      int                `json:"rows"`       // that name it
+	Line      int                `json:"first_line"` // of the first of these, from 1
 }
 
 // EvalRun is one suite on one model.

@@ -10,6 +10,7 @@ import (
 	"slices"
 	"time"
 
+	"github.com/kiln-registry/kiln-registry/api"
 	"github.com/kiln-registry/kiln-registry/identity"
 )
 
@@ -241,6 +242,7 @@ const (
 	maxName  = 1 << 10  // bytes
 	maxFacts = 64 << 10 // bytes
 	maxLinks = 256
+	maxBases = 16
 )
 
 // checkSays checks what an artifact says of itself.
@@ -256,6 +258,15 @@ func (r Record) checkSays() error {
 		return fmt.Errorf("%d links, more than %d", len(r.Links), maxLinks)
 	case !r.BoundBy.IsZero() || r.Relation != "":
 		return errors.New("a record of a listing can't be put")
+	case len(r.Bases) > maxBases:
+		return fmt.Errorf("%d further bases, more than %d", len(r.Bases), maxBases)
+	case len(r.Bases) > 0 && (r.Kind == api.KindBase || r.Aggregate.IsZero()):
+		return errors.New("further bases go with what was made from a base")
+	}
+	for i, a := range r.Bases {
+		if a.IsZero() || a == r.Aggregate || slices.Contains(r.Bases[:i], a) {
+			return fmt.Errorf("further base %s is none, or named twice", a)
+		}
 	}
 	for _, l := range r.Links {
 		if err := cmp.Or(checkText("relation", l.Relation), checkDigest(l.Target)); err != nil {

@@ -152,6 +152,10 @@ func encodeRecord(r Record) []byte {
 	b.text(string(r.State))
 	b.text(string(r.Evidence))
 	b.sum(r.Aggregate)
+	b.uint(uint64(len(r.Bases)))
+	for _, a := range r.Bases {
+		b.sum(a)
+	}
 	b.sum(r.Packaging)
 	b.sum(r.Subject)
 	b.int(int64(r.ShardCount))
@@ -183,6 +187,12 @@ func decodeRecord(repo string, d identity.Digest, data []byte) (Record, error) {
 	rec.State = api.ContentState(r.text())
 	rec.Evidence = api.Evidence(r.text())
 	rec.Aggregate = identity.Aggregate(r.sum())
+	if n := r.count(32); n > 0 {
+		rec.Bases = make([]identity.Aggregate, n)
+		for i := range rec.Bases {
+			rec.Bases[i] = identity.Aggregate(r.sum())
+		}
+	}
 	rec.Packaging = r.sum()
 	rec.Subject = r.sum()
 	rec.ShardCount = int(r.int())

@@ -16,7 +16,7 @@ func exampleRecord() Record {
 		Repo: "a", Digest: d, MediaType: "m", Size: 1 << 40, ArtifactType: "t",
 		Annotations: map[string]string{"b": "", "a": "1"},
 		Kind:        api.KindBase, State: api.ContentDirect, Aggregate: identity.Aggregate(d), Evidence: api.EvidenceDocument,
-		Name: "n", Facts: []byte(`{"name":"n"}`), Links: []Link{{"adapter", d}, {"receipt", d}},
+		Bases: []identity.Aggregate{{1}, {2}}, Name: "n", Facts: []byte(`{"name":"n"}`), Links: []Link{{"adapter", d}, {"receipt", d}},
 		ShardCount: 4096, TotalSize: 1<<64 - 1, Packaging: d, Subject: d, Seq: 1<<64 - 1, Created: time.Unix(0, -1).UTC(),
 	}
 }

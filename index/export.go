@@ -20,28 +20,29 @@ import (
 
 // Row is one line of an export. Members that a tag lacks are empty.
 type Row struct {
-	Type         string             `json:"type"` // manifest or tag
-	Repository   string             `json:"repository"`
-	Tag          string             `json:"tag,omitempty"`
-	Digest       identity.Digest    `json:"digest"`
-	Seq          uint64             `json:"seq"`
-	Created      time.Time          `json:"created,omitzero"`
-	MediaType    string             `json:"media_type,omitempty"`
-	Size         int64              `json:"size,omitempty"`
-	ArtifactType string             `json:"artifact_type,omitempty"`
-	Kind         api.Kind           `json:"kind,omitempty"`
-	State        api.ContentState   `json:"content_state,omitempty"`
-	Evidence     api.Evidence       `json:"evidence,omitempty"`
-	Aggregate    identity.Aggregate `json:"aggregate_sha256,omitzero"`
-	ShardCount   int                `json:"shard_count,omitempty"`
-	TotalSize    uint64             `json:"total_size_bytes,omitempty"`
-	Packaging    identity.Digest    `json:"packaging,omitzero"`
-	Subject      identity.Digest    `json:"subject,omitzero"`
-	Annotations  map[string]string  `json:"annotations,omitempty"`
-	Name         string             `json:"name,omitempty"`
-	Facts        json.RawMessage    `json:"facts,omitempty"`
-	Links        []Link             `json:"links,omitempty"`  // in order
-	Refers       []identity.Digest  `json:"refers,omitempty"` // in order of digest
+	Type         string               `json:"type"` // manifest or tag
+	Repository   string               `json:"repository"`
+	Tag          string               `json:"tag,omitempty"`
+	Digest       identity.Digest      `json:"digest"`
+	Seq          uint64               `json:"seq"`
+	Created      time.Time            `json:"created,omitzero"`
+	MediaType    string               `json:"media_type,omitempty"`
+	Size         int64                `json:"size,omitempty"`
+	ArtifactType string               `json:"artifact_type,omitempty"`
+	Kind         api.Kind             `json:"kind,omitempty"`
+	State        api.ContentState     `json:"content_state,omitempty"`
+	Evidence     api.Evidence         `json:"evidence,omitempty"`
+	Aggregate    identity.Aggregate   `json:"aggregate_sha256,omitzero"`
+	Bases        []identity.Aggregate `json:"further_bases,omitempty"`
+	ShardCount   int                  `json:"shard_count,omitempty"`
+	TotalSize    uint64               `json:"total_size_bytes,omitempty"`
+	Packaging    identity.Digest      `json:"packaging,omitzero"`
+	Subject      identity.Digest      `json:"subject,omitzero"`
+	Annotations  map[string]string    `json:"annotations,omitempty"`
+	Name         string               `json:"name,omitempty"`
+	Facts        json.RawMessage      `json:"facts,omitempty"`
+	Links        []Link               `json:"links,omitempty"`  // in order
+	Refers       []identity.Digest    `json:"refers,omitempty"` // in order of digest
 }
 
 // Export yields the acknowledged content: all manifests in order of repository and digest, then all tags in order of
@@ -100,7 +101,7 @@ func (t tx) exportManifest(repo string, d identity.Digest) (Row, int, error) {
 	return Row{
 		Type: "manifest", Repository: r.Repo, Digest: r.Digest, Seq: r.Seq, Created: r.Created, MediaType: r.MediaType,
 		Size: r.Size, ArtifactType: r.ArtifactType, Kind: r.Kind, State: r.State, Evidence: r.Evidence,
-		Aggregate: r.Aggregate, ShardCount: r.ShardCount, TotalSize: r.TotalSize, Packaging: r.Packaging,
+		Aggregate: r.Aggregate, Bases: r.Bases, ShardCount: r.ShardCount, TotalSize: r.TotalSize, Packaging: r.Packaging,
 		Subject: r.Subject, Annotations: r.Annotations, Name: r.Name, Facts: r.Facts, Links: r.Links, Refers: refers,
 	}, size + 32*len(refers), err
 }

@@ -49,12 +49,15 @@ type Record struct {
 	State        api.ContentState  // how the aggregate was derived
 	Aggregate    identity.Aggregate
 	Evidence     api.Evidence
-	ShardCount   int
-	TotalSize    uint64          // bytes of the shards
-	Packaging    identity.Digest // over the names and digests of the non-weight files; equal means the same packaging
-	Subject      identity.Digest
-	Seq          uint64    // of the put, per repository
-	Created      time.Time // when the registry accepted it
+	// Bases are those from which the artifact was made beside Aggregate, by the same Evidence: it is listed under each. At
+	// most 16, in an order of their own.
+	Bases      []identity.Aggregate
+	ShardCount int
+	TotalSize  uint64          // bytes of the shards
+	Packaging  identity.Digest // over the names and digests of the non-weight files; equal means the same packaging
+	Subject    identity.Digest
+	Seq        uint64    // of the put, per repository
+	Created    time.Time // when the registry accepted it
 	// BoundBy is the bind statement from which Aggregate and Evidence are, where a listing by aggregate lists the record
 	// by one; zero: they are the record's own. Put has none.
 	BoundBy identity.Digest

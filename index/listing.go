@@ -48,7 +48,7 @@ type Binding struct {
 	BoundBy   identity.Digest // the bind statement that says so, of several the newest one; zero: its own
 }
 
-// Bindings returns the bases from which a manifest was made: the one that it says itself, else those that the bind
+// Bindings returns the bases from which a manifest was made: those that it says itself, else those that the bind
 // statements of its repository state, the newest statement first. None: it is a base, is of no kind, or is not there.
 func (ix *Index) Bindings(ctx context.Context, repo string, d identity.Digest) (found []Binding, err error) {
 	err = ix.view(ctx, func(t tx) error {
@@ -65,7 +65,11 @@ func (ix *Index) Bindings(ctx context.Context, repo string, d identity.Digest) (
 // bindings returns under which aggregates a record is listed.
 func (t tx) bindings(r Record) (found []Binding, err error) {
 	if !r.Aggregate.IsZero() {
-		return []Binding{{Aggregate: r.Aggregate, Evidence: r.Evidence}}, nil
+		found = []Binding{{Aggregate: r.Aggregate, Evidence: r.Evidence}}
+		for _, a := range r.Bases {
+			found = append(found, Binding{Aggregate: a, Evidence: r.Evidence})
+		}
+		return found, nil
 	}
 	if r.Kind == api.KindBase {
 		return nil, nil

@@ -151,7 +151,10 @@ func (m *model) bindings(p index.PutManifest) (found []index.Binding) {
 		return nil
 	}
 	if !p.Aggregate.IsZero() {
-		return []index.Binding{{Aggregate: p.Aggregate, Evidence: p.Evidence}}
+		for _, a := range append([]identity.Aggregate{p.Aggregate}, p.Bases...) {
+			found = append(found, index.Binding{Aggregate: a, Evidence: p.Evidence})
+		}
+		return found
 	}
 	live := m.live() // in order of digest in a repository
 	slices.SortStableFunc(live, func(a, b index.PutManifest) int { return b.Created.Compare(a.Created) })
@@ -192,9 +195,8 @@ func (m *model) listings(q index.Query) (found []index.Record) {
 		default:
 			for _, b := range m.bindings(p) {
 				if r := p.Record; b.Aggregate == q.Aggregate {
-					r.Aggregate, r.Evidence, r.BoundBy = b.Aggregate, b.Evidence, b.BoundBy
-					if q.Unbound {
-						r.Evidence = p.Evidence
+					if !b.BoundBy.IsZero() {
+						r.Aggregate, r.Evidence, r.BoundBy = b.Aggregate, b.Evidence, b.BoundBy
 					}
 					found = append(found, r)
 				}
@@ -229,7 +231,7 @@ func (m *model) find(q index.Query) (found []index.Record) {
 }
 
 // artifact is a record of a listing by aggregate, as a caller gets it who may see the base, or not.
-func (m *model) artifact(r index.Record, unbound, held bool) api.Artifact {
+func (m *model) artifact(r index.Record, base identity.Aggregate, held bool) api.Artifact {
 	tags := m.tagsOf(r.Repo, r.Digest)
 	a := api.Artifact{
 		Held: api.Held{Repository: r.Repo, Digest: r.Digest, MediaType: r.MediaType, Created: r.Created,
@@ -248,13 +250,16 @@ func (m *model) artifact(r index.Record, unbound, held bool) api.Artifact {
 		json.Unmarshal(r.Facts, a.Facts)
 	}
 	switch {
-	case unbound:
+	case base.IsZero():
 		a.Binding.Evidence = api.EvidenceNone
 	case r.Kind != api.KindBase:
-		a.Binding = api.Binding{Aggregate: r.Aggregate, Evidence: r.Evidence, Held: held}
+		a.Binding = api.Binding{Aggregate: base, Evidence: r.Evidence, Held: held}
 		if !r.BoundBy.IsZero() {
 			a.Binding.Source = "statement " + r.BoundBy.String()
 		}
+	}
+	if p, _ := m.manifest(r.Repo, r.Digest); len(m.bindings(p)) > 1 {
+		a.Bases = len(m.bindings(p))
 	}
 	return a
 }
@@ -388,7 +393,7 @@ func (m *model) export() (rows []index.Row) {
 		rows = append(rows, index.Row{
 			Type: "manifest", Repository: p.Repo, Digest: p.Digest, Seq: p.Seq, Created: p.Created, MediaType: p.MediaType,
 			Size: p.Size, ArtifactType: p.ArtifactType, Kind: p.Kind, State: p.State, Evidence: p.Evidence,
-			Aggregate: p.Aggregate, ShardCount: p.ShardCount, TotalSize: p.TotalSize, Packaging: p.Packaging,
+			Aggregate: p.Aggregate, Bases: p.Bases, ShardCount: p.ShardCount, TotalSize: p.TotalSize, Packaging: p.Packaging,
 			Subject: p.Subject, Annotations: p.Annotations, Refers: slices.Compact(refers),
 			Name: p.Name, Facts: p.Facts, Links: p.Links,
 		})

@@ -178,7 +178,7 @@ func (w *world) checkPages(r *rapid.T, q index.Query, n int, want []index.Record
 	var found []index.Record
 	var artifacts, asked []api.Artifact
 	for _, rec := range want {
-		asked = append(asked, w.model.artifact(rec, q.Unbound, held))
+		asked = append(asked, w.model.artifact(rec, q.Aggregate, held))
 	}
 	for q.After = ""; ; {
 		records, next, err := w.ix.Records(ctx, q, n)

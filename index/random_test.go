@@ -225,6 +225,10 @@ func (w *world) says(r *rapid.T, text int, rec *index.Record) {
 	if len(rec.Links) == 0 {
 		rec.Links = nil
 	}
+	if base := draw(r, worldBases, "further base").Aggregate; rec.Kind != api.KindBase && !rec.Aggregate.IsZero() &&
+		base != rec.Aggregate && rapid.Bool().Draw(r, "of two bases") {
+		rec.Bases = []identity.Aggregate{base}
+	}
 	f := api.Facts{Name: rec.Name, Legacy: rapid.Bool().Draw(r, "legacy")}
 	if rec.Kind == api.KindStatement {
 		f.Statement = &api.StatementFacts{

@@ -423,7 +423,8 @@ func recordOf(repo string, m classify.Manifest, body []byte, f classify.Finding)
 		Record: index.Record{
 			Repo: repo, Digest: identity.Sum(body), MediaType: m.MediaType, Size: int64(len(body)),
 			ArtifactType: m.ReferrerType(), Annotations: m.Annotations, Subject: m.Subject,
-			Kind: f.Kind, State: f.State, Packaging: f.Packaging, Aggregate: f.Base, Evidence: f.Evidence,
+			Kind: f.Kind, State: f.State, Packaging: f.Packaging, Aggregate: f.Base, Bases: f.Bases(),
+			Evidence:   f.Evidence,
 			ShardCount: len(f.Shards.Shards), TotalSize: f.Shards.TotalSize, Name: f.Facts.Name, Links: linksOf(f),
 		},
 		Manifest: body, Refers: m.Refers(), Lists: m.Lists(), Shards: f.Shards,

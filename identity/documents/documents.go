@@ -80,7 +80,7 @@ const (
 	RuleFileSize      = "file-size"
 	RuleFileDigest    = "file-digest"
 	RuleBaseConflict  = "base-conflict" // two claims about the base, and they differ
-	RuleOneBase       = "one-base"      // rows of more than one base in a file
+	RuleBases         = "bases"         // rows of too many bases in a file
 )
 
 // hints say what to do about a broken rule.
@@ -108,7 +108,7 @@ var hints = map[string]string{
 	RuleFileSize:                "the file was cut off or replaced: push the original",
 	RuleFileDigest:              "the file was changed after the document was written: push the original",
 	RuleBaseConflict:            "push it with the base that it was made from",
-	RuleOneBase:                 "split the file, one for each base, and push those",
+	RuleBases:                   "split the file by base, and push each part",
 }
 
 // defaultHint is the hint of all other rules.

@@ -8,7 +8,6 @@ import (
 	"io"
 	"math"
 	"slices"
-	"strings"
 
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/internal/strictjson"
@@ -56,7 +55,6 @@ type Run struct {
 	Replay           *Replay
 	Outcomes         Tally
 	Aggregated       Tally    // of the aggregated outcomes, one for each example
-	Rows             [][]byte // the outcomes, as they stand
 	Raw              []byte   // the run, as it stands
 }
 
@@ -121,6 +119,9 @@ type evalText struct {
 
 func (e *evalText) read(r reader) error {
 	runs := func(i int) error {
+		if i == maxEvalRuns {
+			return r.tooMany(maxEvalRuns)
+		}
 		run, err := readRun(r)
 		e.Runs = append(e.Runs, run)
 		return err
@@ -136,7 +137,7 @@ func (e *evalText) read(r reader) error {
 		optional(r.decimal("effective_seed", &e.Seed)),
 		optional(r.text("seed_derivation", &e.SeedDerivation)),
 		seen(optional(r.text("suite_name", &e.Suite)), &e.suite),
-		seen(optional(r.list("adapters", func(int) error { return e.readAdapter(r) })), &e.adapters),
+		seen(optional(r.list("adapters", func(i int) error { return e.readAdapter(r, i) })), &e.adapters),
 		seen(optional(r.oneOf("submission_kind", RuleValue, &e.Submission, "on_demand", "post_training", "compare")),
 			&e.submission),
 		seen(optional(r.object("progress", new([]byte))), &e.progress),
@@ -157,7 +158,17 @@ func (e *evalText) read(r reader) error {
 	return e.shape()
 }
 
-func (e *evalText) readAdapter(r reader) (err error) {
+// maxEvalRuns is how many runs an eval may have, and adapters.
+const maxEvalRuns = 4096
+
+func (r reader) tooMany(most int) error {
+	return r.Fail(r.Offset(), RuleCount, "more than %d entries", most)
+}
+
+func (e *evalText) readAdapter(r reader, i int) (err error) {
+	if i == maxEvalRuns {
+		return r.tooMany(maxEvalRuns)
+	}
 	name := ""
 	if r.Kind() == strictjson.Null {
 		err = r.Skip()
@@ -207,8 +218,8 @@ func readRun(r reader) (Run, error) {
 				r.whole("num_examples", &run.Examples),
 				r.whole("num_pass", &run.Passed),
 				seen(optional(r.float("accuracy", &accuracy)), &hasAccuracy)),
-			r.outcomes("outcomes", &run.Outcomes, &run.Rows),
-			optional(r.outcomes("aggregated_outcomes", &run.Aggregated, new([][]byte))),
+			r.outcomes("outcomes", &run.Outcomes),
+			optional(r.outcomes("aggregated_outcomes", &run.Aggregated)),
 			r.text("started_at", &run.Started),
 			r.text("finished_at", &run.Finished),
 			r.text("suite_hash", &run.SuiteHash),
@@ -222,8 +233,8 @@ func readRun(r reader) (Run, error) {
 	return run, err
 }
 
-// outcomes is a list of outcomes, which are counted and kept as they stand.
-func (r reader) outcomes(name string, count *Tally, rows *[][]byte) field {
+// outcomes is a list of outcomes, which are checked and counted.
+func (r reader) outcomes(name string, count *Tally) field {
 	var id, kind string
 	var seed *uint64
 	fields := []field{
@@ -232,9 +243,8 @@ func (r reader) outcomes(name string, count *Tally, rows *[][]byte) field {
 		optional(r.decimal("generation_seed", &seed)),
 	}
 	return r.list(name, func(int) error {
-		text, err := r.span(func() error { return r.lenient(fields...) })
+		err := r.lenient(fields...)
 		count.add(kind)
-		*rows = append(*rows, text)
 		return err
 	})
 }
@@ -306,11 +316,14 @@ type Score struct {
 	SuiteHash      string
 	Adapter        string          // empty: the base itself
 	AdapterContent identity.Digest // zero: known by name only, which is a weak link
+	Aggregation    string          // how the tries at one example make its verdict; empty: not recorded
+	K              uint64          // tries at one example; 0: not recorded
 	Examples       uint64          // independent examples
 	Passed         uint64
-	Accuracy       float64 // Passed / Examples; 0 without examples
-	Low, High      float64 // the 95 % Wilson interval of Accuracy
-	Stated         *float64
+	Counted        bool     // how many passed is recorded, of one example at least
+	Accuracy       float64  // Passed / Examples; 0 if it was not counted
+	Low, High      float64  // the 95 % Wilson interval of Accuracy
+	Stated         *float64 // the accuracy that the document states; nil: none
 	Seed           *uint64
 	Date           string // when the run finished
 }
@@ -320,15 +333,21 @@ func (e Eval) Scores() []Score {
 	var all []Score
 	for _, run := range e.Runs {
 		s := Score{Job: e.ID, Suite: run.Suite, SuiteHash: run.SuiteHash, Adapter: run.Adapter, Stated: run.Accuracy,
-			Seed: e.Seed, Date: run.Finished}
+			Seed: e.Seed, Date: run.Finished, Aggregation: run.Aggregation}
+		if run.K != nil {
+			s.K = *run.K
+		}
 		if run.Replay != nil {
 			s.AdapterContent = run.Replay.AdapterContent
 		}
 		s.Examples, s.Passed = run.counted()
-		if s.Examples > 0 {
+		if s.Counted = s.Examples > 0; s.Counted {
 			s.Accuracy = float64(s.Passed) / float64(s.Examples)
 		}
 		s.Low, s.High = Wilson(s.Passed, s.Examples)
+		if !s.Counted && run.Examples != nil {
+			s.Examples = *run.Examples
+		}
 		all = append(all, s)
 	}
 	return all
@@ -361,7 +380,7 @@ func Wilson(passed, n uint64) (low, high float64) {
 }
 
 const (
-	maxBases      = 64      // that the rows of one outcome file may name
+	maxBases      = 16      // that the rows of one outcome file may name
 	maxRowMembers = 1 << 18 // of all objects of one row: some sixty times those of a manifest of 4,096 shards
 )
 
@@ -449,32 +468,16 @@ func (o *Outcomes) add(n uint64, shards identity.Manifest) error {
 		o.rows[o.at]++
 		return nil
 	case len(o.Shards) == maxBases:
-		return &Error{Kind: KindOutcomes, Rule: RuleCount, Path: "$." + baseMember,
-			Msg: fmt.Sprintf("names one base more than the %d that one file may", maxBases)}
+		return &Error{Kind: KindOutcomes, Rule: RuleBases, Path: "$." + baseMember,
+			Msg: fmt.Sprintf("the rows name more than %d bases", maxBases)}
 	}
 	o.at = len(o.Shards)
 	o.Shards, o.first, o.rows = append(o.Shards, shards), append(o.first, n), append(o.rows, 1)
 	return nil
 }
 
-// OneBase refuses rows of more than one base, with the number of rows of each, in an *Error of RuleOneBase.
-func (o Outcomes) OneBase() error {
-	const most = 4
-	if len(o.Shards) < 2 {
-		return nil
-	}
-	var each []string
-	for i, s := range o.Shards[:min(len(o.Shards), most)] {
-		each = append(each, fmt.Sprintf("%d of %v, from line %d on", o.rows[i], s.Aggregate, o.first[i]))
-	}
-	if more := len(o.Shards) - most; more > 0 {
-		each = append(each, fmt.Sprintf("%d bases more", more))
-	}
-	where := func(i int) string { return fmt.Sprintf("line %d $.%s", o.first[i], baseMember) }
-	return &Error{Kind: KindOutcomes, Rule: RuleOneBase, Path: where(1),
-		Msg:  fmt.Sprintf("rows of %d bases: %s", len(o.Shards), strings.Join(each, "; ")),
-		Said: o.Shards[1].Aggregate.String(), Other: o.Shards[0].Aggregate.String(), OtherAt: where(0)}
-}
+// RowsOf returns how many rows name the base of Shards[i], and the line of the first of them.
+func (o Outcomes) RowsOf(i int) (rows, line uint64) { return o.rows[i], o.first[i] }
 
 // atLine puts the line in front of the path.
 func atLine(err error, n uint64) error {

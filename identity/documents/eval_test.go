@@ -290,40 +290,41 @@ func TestOutcomes(t *testing.T) {
 	}
 }
 
-// The refusal of rows of two bases says how many there are of each, and what to do.
+// Rows of several bases are told apart, with the number of rows of each and the line of its first.
 func TestOutcomesOfTwoBases(t *testing.T) {
 	one, two := manifestOf(t, "a.safetensors", 1), manifestOf(t, "a.safetensors", 2)
 	a, b := row(t, one, ""), row(t, two, "")
-	o, err := ParseOutcomes([]byte(strings.Join([]string{a, "{}", a, b, b, row(t, manifestOf(t, "b.safetensors", 1), "")}, "\n")))
-	if err != nil {
-		t.Fatal(err)
+	text := strings.Join([]string{a, "", a, b, b, row(t, manifestOf(t, "b.safetensors", 1), "")}, "\n")
+	for _, unbound := range []string{"", "\n{}"} {
+		o, err := ParseOutcomes([]byte(text + unbound))
+		if err != nil || len(o.Shards) != 2 {
+			t.Fatalf("%+v, %v", o, err)
+		}
+		for i, want := range []struct {
+			base       identity.Manifest
+			rows, line uint64
+		}{{one, 3, 1}, {two, 2, 4}} {
+			rows, line := o.RowsOf(i)
+			said := o.Bases()[i]
+			if rows != want.rows || line != want.line || said.Aggregate != want.base.Aggregate ||
+				said.Path != fmt.Sprintf("line %d $.base_weight_shard_manifest", line) ||
+				(said.Evidence == EvidenceDocument) != (unbound == "") {
+				t.Errorf("%d: %d rows from %d on, %+v", i, rows, line, said)
+			}
+		}
 	}
-	const member = "$.base_weight_shard_manifest"
-	checkRefusal(t, o.OneBase(), RuleOneBase, "line 4 "+member, fmt.Sprintf("rows of 2 bases: 3 of %v, from line 1 on; "+
-		"2 of %v, from line 4 on; split the file", one.Aggregate, two.Aggregate))
-	if o, err = ParseOutcomes([]byte(a + "\n" + a)); err != nil || o.OneBase() != nil {
-		t.Errorf("one base: %v, %v", err, o.OneBase())
-	}
-	var lines []string
-	for i := range 6 {
-		lines = append(lines, row(t, manifestOf(t, "a.safetensors", byte(i)), ""))
-	}
-	if o, err = ParseOutcomes([]byte(strings.Join(lines, "\n"))); err != nil {
-		t.Fatal(err)
-	}
-	checkRefusal(t, o.OneBase(), RuleOneBase, "line 2 "+member, "; 2 bases more; split")
 }
 
 func TestOutcomesLimits(t *testing.T) {
 	var lines []string
-	for i := range 65 {
+	for i := range 17 {
 		lines = append(lines, row(t, manifestOf(t, "a.safetensors", byte(i)), ""))
 	}
-	if o, err := ParseOutcomes([]byte(strings.Join(lines[:64], "\n"))); err != nil || len(o.Shards) != 64 {
-		t.Errorf("64 bases: %v", err)
+	if o, err := ParseOutcomes([]byte(strings.Join(lines[:16], "\n"))); err != nil || len(o.Shards) != 16 {
+		t.Errorf("16 bases: %v", err)
 	}
 	_, err := ParseOutcomes([]byte(strings.Join(lines, "\n")))
-	checkRefusal(t, err, RuleCount, "line 65 $.base_weight_shard_manifest", "one base more than the 64")
+	checkRefusal(t, err, RuleBases, "line 17 $.base_weight_shard_manifest", "the rows name more than 16 bases; split the file")
 	broken := errors.New("broken")
 	if _, err := ReadOutcomes(io.MultiReader(strings.NewReader("{}\n"), iotest.ErrReader(broken))); !errors.Is(err,
 		broken) {

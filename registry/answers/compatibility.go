@@ -87,6 +87,7 @@ func (v *view) sameBase(req api.CompatibilityRequest) (out api.Compatibility, er
 // subject is the artifact that a question is about.
 type subject struct {
 	rec     index.Record
+	facts   api.Facts
 	docs    classify.Documents
 	binding documents.Binding
 	shown   *api.Artifact
@@ -119,32 +120,58 @@ func (v *view) subject(req api.CompatibilityRequest, kind api.Kind) (s subject, 
 	if err != nil {
 		return s, err
 	}
-	s.binding, err = s.bound()
+	if s.facts, err = facts(s.rec); err == nil {
+		s.binding = s.bound(identity.Aggregate{})
+	}
 	return s, err
 }
 
-// bound is what binds the artifact to its base, with the full manifest where a document has it.
-func (s subject) bound() (documents.Binding, error) {
-	b := s.shown.Binding
-	out := documents.Binding{Evidence: documents.Evidence(b.Evidence), Aggregate: b.Aggregate, Manifest: s.docs.Shards()}
-	if out.Manifest.Aggregate != out.Aggregate {
-		out.Manifest = identity.Manifest{}
+// bases are those that the rows of an export name, if they are several.
+func (s subject) bases() []api.EvalBase {
+	if s.facts.Eval == nil {
+		return nil
 	}
-	f, err := facts(s.rec)
-	where := f.Source
+	return s.facts.Eval.Bases
+}
+
+// bound is what binds the artifact to its base, with the full manifest where a document has it: of several that its rows
+// name to the one that is asked about, else to the first.
+func (s subject) bound(asked identity.Aggregate) documents.Binding {
+	b, where := s.shown.Binding, s.facts.Source
 	if b.Source != "" {
 		where = b.Source
 	}
+	for _, other := range s.bases() {
+		if at := strings.LastIndex(where, " line "); at > 0 && other.Aggregate == asked {
+			b.Aggregate, where = asked, fmt.Sprintf("%s line %d", where[:at], other.Line)
+		}
+	}
 	kind, path, _ := strings.Cut(where, " ")
-	out.Kind, out.Path = documents.Kind(kind), path
-	return out, err
+	return documents.Binding{Evidence: documents.Evidence(b.Evidence), Aggregate: b.Aggregate,
+		Manifest: s.docs.Shards(b.Aggregate), Kind: documents.Kind(kind), Path: path}
+}
+
+// several says of which bases an export has rows; empty: it is one.
+func (s subject) several(asked identity.Aggregate) string {
+	var each []string
+	for _, b := range s.bases() {
+		if b.Aggregate == asked {
+			return fmt.Sprintf("the file has rows of %d bases: %d of its %d rows are of this one, the first in line %d",
+				len(s.bases()), b.Rows, s.facts.Eval.Rows, b.Line)
+		}
+		each = append(each, fmt.Sprintf("%d of %s", b.Rows, b.Aggregate))
+	}
+	if each == nil {
+		return ""
+	}
+	return fmt.Sprintf("the file has rows of %d bases: %s", len(each), strings.Join(each, ", "))
 }
 
 // disputed says why what bind statements say of the artifact's base decides nothing; empty: it needs none, or those that
 // count agree.
 func (s subject) disputed() string {
 	all := s.shown.Bindings
-	if len(all) == 0 {
+	if len(all) == 0 || all[0].Source == "" { // its own
 		return ""
 	}
 	var says []string
@@ -173,6 +200,8 @@ func (v *view) madeFrom(req api.CompatibilityRequest) (out api.Compatibility, er
 	if here.Base, err = v.known(req.Base); err != nil {
 		return out, err
 	}
+	asked := aggregateOf(here.Base)
+	s.binding = s.bound(asked)
 	if here.Identities, err = identities(req.Identities); err != nil {
 		return out, err
 	}
@@ -194,11 +223,14 @@ func (v *view) madeFrom(req api.CompatibilityRequest) (out api.Compatibility, er
 		out = answer.Of(resume.AdapterTrained(made, here))
 	}
 	out.Artifact = s.shown
+	if reason := s.several(asked); reason != "" {
+		out.Reasons = append(out.Reasons, reason)
+	}
 	if reason := s.disputed(); reason != "" {
 		out.Verdict, out.Reasons, out.Evidence = api.VerdictCannotTell, []string{reason}, api.EvidenceAsserted
 	}
 	if out.Verdict == api.VerdictNo {
-		out.Derived, out.MoreDerived, err = v.between(s.binding.Aggregate, aggregateOf(here.Base))
+		out.Derived, out.MoreDerived, err = v.between(s.binding.Aggregate, asked)
 	}
 	return out, err
 }

@@ -151,6 +151,11 @@ func (e *evals) of(rec index.Record) (rows []api.EvalRow, err error) {
 	omitted := 0
 	if x := f.Eval; x != nil {
 		row.State, row.Rows, runs, omitted = x.State, x.Rows, x.Runs, x.Omitted
+		for _, b := range x.Bases {
+			if b.Aggregate == e.base {
+				row.Rows = b.Rows
+			}
+		}
 	}
 	if rec.Evidence == api.EvidenceDocument {
 		said, all, more, err := e.document(rec)
@@ -190,11 +195,11 @@ func (e *evals) document(rec index.Record) (m identity.Manifest, runs []api.Eval
 	})
 	defer release()
 	if err != nil || docs.Eval == nil {
-		return docs.Shards(), nil, 0, err
+		return docs.Shards(e.base), nil, 0, err
 	}
 	all := classify.Runs(*docs.Eval)
 	runs = slices.Clone(all[:min(len(all), api.MaxEvalRuns)])
-	return docs.Shards(), runs, len(all) - len(runs), nil
+	return docs.Shards(e.base), runs, len(all) - len(runs), nil
 }
 
 // read reads the documents of a record again. weigh says of their size as text how much memory the answer takes, as the

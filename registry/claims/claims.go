@@ -167,7 +167,7 @@ func checkBind(ctx context.Context, ix *index.Index, repo string, f classify.Fin
 	case rec.Kind == api.KindBase:
 		return api.Errorf(api.CodeManifestInvalid, "%s is a base itself: a bind statement is about what was made from one",
 			s.Target)
-	case !rec.Aggregate.IsZero() && rec.Aggregate != s.Base:
+	case !rec.Aggregate.IsZero() && rec.Aggregate != s.Base && !slices.Contains(rec.Bases, s.Base):
 		return classify.Disagree(f.Facts.Source, s.Base, "artifact "+s.Target.String(), rec.Aggregate)
 	}
 	return nil

@@ -36,6 +36,29 @@ type Artifact struct {
 	Facts     api.Facts          // what the documents inside say
 }
 
+// Bases are those from which an artifact was made beside Base, by the same evidence: those of outcome rows.
+func (a Artifact) Bases() (others []identity.Aggregate) {
+	if e := a.Facts.Eval; e != nil {
+		for _, b := range e.Bases {
+			if b.Aggregate != a.Base {
+				others = append(others, b.Aggregate)
+			}
+		}
+	}
+	return others
+}
+
+// beside leaves out of claims about the base those behind the first that name one of several bases which the artifact has
+// rows of: such a claim agrees, and says less.
+func (a Artifact) beside(first claim, others ...claim) []claim {
+	if e := a.Facts.Eval; e != nil && len(e.Bases) > 0 {
+		others = slices.DeleteFunc(others, func(c claim) bool {
+			return slices.ContainsFunc(e.Bases, func(b api.EvalBase) bool { return b.Aggregate == c.base })
+		})
+	}
+	return append([]claim{first}, others...)
+}
+
 // Classify says what an image manifest is. For an index the answer is an artifact of no kind, and nothing binds what is
 // of no kind to a base. A manifest that contradicts itself, or what its blobs hold, is api.ErrManifestInvalid; every
 // other error is one of reading blobs.

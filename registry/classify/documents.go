@@ -119,11 +119,6 @@ func refused(name string, err error) error {
 	switch {
 	case !ok:
 		return err
-	case e.Rule == documents.RuleOneBase:
-		at, otherAt := name+" "+e.Path, name+" "+e.OtherAt
-		return api.Errorf(api.CodeManifestInvalid, "%s: %s, but %s: %s: %s; %s", at, e.Said, otherAt, e.Other, e.Msg,
-			e.Hint()).With(api.Conflict{Reason: api.CodeAggregateConflict, Claimed: e.Said, ClaimedAt: at,
-			Derived: e.Other, DerivedAt: otherAt})
 	case e.Said != "":
 		why := api.CodeDocumentConflict
 		if e.Rule == documents.RuleBaseConflict {
@@ -272,8 +267,8 @@ type Documents struct {
 	Outcomes   *documents.Outcomes
 }
 
-// Shards returns the full manifest of the base that the documents hold, the zero one if they hold none.
-func (d Documents) Shards() identity.Manifest {
+// Shards returns the full manifest of a base that the documents hold, the zero one if they hold none.
+func (d Documents) Shards(base identity.Aggregate) identity.Manifest {
 	var all []documents.Binding
 	if d.Adapter != nil {
 		all = append(all, d.Adapter.Base())
@@ -290,8 +285,12 @@ func (d Documents) Shards() identity.Manifest {
 	if d.Outcomes != nil {
 		all = append(all, d.Outcomes.Bases()...)
 	}
-	best, _ := documents.Join(all...) // they agree, as the artifact was taken
-	return best.Manifest
+	for _, b := range all {
+		if b.Manifest.Aggregate == base {
+			return b.Manifest
+		}
+	}
+	return identity.Manifest{}
 }
 
 // Read reads the documents of an artifact again. The errors are those of Classify.
@@ -318,7 +317,8 @@ func (a *Artifact) readDocuments(ctx context.Context, blobs Blobs, m Manifest, a
 	if err := made.others(); err != nil {
 		return err
 	}
-	best, err := strongest(append(made.claims, annotated(a.Claim))...)
+	claims := append(made.claims, annotated(a.Claim)) // what the artifact's own document says comes first
+	best, err := strongest(a.beside(claims[0], claims[1:]...)...)
 	if err != nil {
 		return err
 	}

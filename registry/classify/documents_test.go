@@ -307,10 +307,10 @@ func TestDisagreements(t *testing.T) {
 		"eval of version 1": {artifactType: api.ArtifactTypeEval, layers: doc("a.json", bytes.Replace(
 			testartifact.Eval("a", "", base), []byte(`"schema_version":2`), []byte(`"schema_version":1`), 1)),
 			detail: api.BadDocument{Reason: ofDocument, File: "a.json", Path: "$.schema_version", Rule: "schema-version"}},
-		"rows of two bases": {artifactType: api.ArtifactTypeEval, layers: doc("a.jsonl",
-			slices.Concat(testartifact.Row("1", base), testartifact.Row("2", other))), detail: api.Conflict{Reason: ofBase,
-			Claimed: b, Derived: a, ClaimedAt: "a.jsonl line 2 $.base_weight_shard_manifest",
-			DerivedAt: "a.jsonl line 1 $.base_weight_shard_manifest"}},
+		"rows of another base": {artifactType: api.ArtifactTypeEval, notes: claim,
+			layers: doc("a.jsonl", testartifact.Row("1", base)), detail: api.Conflict{Reason: ofBase,
+				Claimed: b, Derived: a, ClaimedAt: "annotation dev.kiln.base-model-content.v1",
+				DerivedAt: "a.jsonl line 1 $.base_weight_shard_manifest"}},
 		"bind and annotation": {artifactType: api.ArtifactTypeStatement, notes: claim,
 			layers: doc("s.json", bind(t, identity.Sum(weights), base.Aggregate)), detail: api.Conflict{Reason: ofBase,
 				Claimed: b, Derived: a, ClaimedAt: "annotation dev.kiln.base-model-content.v1",
@@ -520,5 +520,42 @@ func BenchmarkClassifyAdapter(b *testing.B) {
 				}
 			}
 		})
+	}
+}
+
+// Rows of several bases are an eval of each, by the same evidence. What claims one of them agrees, and changes nothing.
+func TestRowsOfTwoBases(t *testing.T) {
+	one, two, third := baseOf(t, 1), baseOf(t, 2), baseOf(t, 3)
+	rows := slices.Concat(testartifact.Row("1", one), testartifact.Row("2", two), testartifact.Row("3", one))
+	for _, evidence := range []api.Evidence{api.EvidenceDocument, api.EvidenceAggregateOnly} {
+		s := blobs{}
+		classify := func(claimed identity.Aggregate) (Artifact, error) {
+			notes := map[string]string{}
+			if !claimed.IsZero() {
+				notes[api.AnnotationAggregate] = claimed.String()
+			}
+			return s.classify(t, s.manifest(api.ArtifactTypeEval, notes, doc("e.jsonl", rows)...))
+		}
+		want := []api.EvalBase{{Aggregate: one.Aggregate, Rows: 2, Line: 1}, {Aggregate: two.Aggregate, Rows: 1, Line: 2}}
+		for _, claimed := range []identity.Aggregate{{}, one.Aggregate, two.Aggregate} {
+			a, err := classify(claimed)
+			if err != nil || a.Base != one.Aggregate || !slices.Equal(a.Bases(), []identity.Aggregate{two.Aggregate}) ||
+				a.Evidence != evidence || !reflect.DeepEqual(a.Facts.Eval.Bases, want) {
+				t.Fatalf("%+v, %+v, %v", a, a.Facts.Eval, err)
+			}
+			f := Finding{Artifact: a}
+			for _, base := range []identity.Aggregate{one.Aggregate, two.Aggregate} {
+				if err := f.From(identity.Sum(nil), base); err != nil || !reflect.DeepEqual(f.Artifact, a) {
+					t.Errorf("%+v, %v", f, err)
+				}
+			}
+			if err := f.From(identity.Sum(nil), third.Aggregate); !errors.Is(err, api.ErrManifestInvalid) {
+				t.Errorf("a subject of a third base: %v", err)
+			}
+		}
+		if _, err := classify(third.Aggregate); !errors.Is(err, api.ErrManifestInvalid) {
+			t.Errorf("an annotation of a third base: %v", err)
+		}
+		rows = append(rows, testartifact.Row("4", nil)...)
 	}
 }

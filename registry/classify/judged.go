@@ -3,6 +3,7 @@ package classify
 import (
 	"errors"
 	"io"
+	"math"
 	"path"
 	"strconv"
 	"strings"
@@ -57,13 +58,16 @@ func Runs(e documents.Eval) (all []api.EvalRun) {
 func run(s documents.Score) api.EvalRun {
 	r := api.EvalRun{
 		Suite: label(s.Suite), SuiteHash: words(s.SuiteHash), Adapter: label(s.Adapter), Examples: count(s.Examples),
-		Passed: count(s.Passed),
+		Passed: count(s.Passed), Aggregation: label(s.Aggregation), K: count(s.K),
 	}
 	if !s.AdapterContent.IsZero() {
 		r.AdapterContent = s.AdapterContent.String()
 	}
-	if s.Examples > 0 {
+	if s.Counted {
 		r.Accuracy, r.Low, r.High = &s.Accuracy, &s.Low, &s.High
+	}
+	if s.Stated != nil && (!s.Counted || math.Abs(*s.Stated-s.Accuracy) > 5e-4) {
+		r.Stated = s.Stated
 	}
 	if s.Seed != nil {
 		r.Seed = strconv.FormatUint(*s.Seed, 10)
@@ -74,7 +78,7 @@ func run(s documents.Score) api.EvalRun {
 	return r
 }
 
-// rows reads outcome rows, row by row. One file is about one base: a record of the index is.
+// rows reads outcome rows, row by row. Of several bases the first one stands for all where something else claims one.
 func (m *made) rows(f file) error {
 	if f.Size > documents.MaxEval {
 		return tooLarge(f, documents.MaxEval)
@@ -89,9 +93,6 @@ func (m *made) rows(f file) error {
 	if err == nil && identity.DigestOf(h) != f.Digest {
 		err = errors.Join(ErrDamaged, errors.New(f.name))
 	}
-	if err == nil {
-		err = o.OneBase()
-	}
 	if err != nil {
 		return refused(f.name, err)
 	}
@@ -99,8 +100,15 @@ func (m *made) rows(f file) error {
 		Rows: count(o.Rows), Unbound: count(o.Unbound),
 	}
 	m.docs.Outcomes, m.Facts.Legacy = &o, o.Unbound > 0
-	for _, b := range o.Bases() {
-		m.claims = append(m.claims, said(f.name, b))
+	bases := o.Bases()
+	if len(bases) > 0 {
+		m.claims = append(m.claims, said(f.name, bases[0]))
+	}
+	for i, b := range bases {
+		if rows, line := o.RowsOf(i); len(bases) > 1 {
+			m.Facts.Eval.Bases = append(m.Facts.Eval.Bases, api.EvalBase{Aggregate: b.Aggregate, Rows: count(rows),
+				Line: count(line)})
+		}
 	}
 	return nil
 }
