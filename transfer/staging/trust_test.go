@@ -4,6 +4,8 @@ import (
 	"errors"
 	"os"
 	"path/filepath"
+	"reflect"
+	"slices"
 	"strings"
 	"testing"
 )
@@ -73,5 +75,63 @@ func TestOwner(t *testing.T) {
 		}
 	case got != nil:
 		t.Errorf("own folder: %v, %v", err, got)
+	}
+}
+
+// TestMidstatesBeside: those that fit are given, and they go with the file.
+func TestMidstatesBeside(t *testing.T) {
+	target := filepath.Join(t.TempDir(), "m")
+	b := make([]byte, 2*seg+5)
+	states := midstates(t, b)
+	f := File{Name: "x", Size: int64(len(b)), Digest: states.Digest}
+	a := open(t, target, Options{})
+	s := segments(t, a, states)
+	for i := range states.Len() {
+		give(t, s, b, i, -1)
+	}
+	if Midstates(target, f) != nil {
+		t.Error("there are some before any were kept")
+	}
+	a.KeepMidstates(states)
+	finish(t, a, s, b)
+	if got := Midstates(target, f); !reflect.DeepEqual(got, states) {
+		t.Errorf("got %+v", got)
+	}
+	for _, other := range []File{{Name: "x", Size: f.Size + 1, Digest: f.Digest}, {Name: "x", Size: f.Size}} {
+		if got := Midstates(target, other); got != nil {
+			t.Errorf("of another file: %+v", got)
+		}
+	}
+	path := statesPath(dirOf(target), f.Digest)
+	form, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	flipped := slices.Clone(form)
+	flipped[60] ^= 1
+	for name, bad := range map[string][]byte{
+		"none": nil, "cut": form[:len(form)-1], "damaged": flipped, "long": append(slices.Clone(form), make([]byte, 2*statesSlack)...),
+	} {
+		if err := os.WriteFile(path, bad, 0o644); err != nil {
+			t.Fatal(err)
+		}
+		if got := Midstates(target, f); got != nil {
+			t.Errorf("%s: got %+v", name, got)
+		}
+	}
+	if err := errors.Join(os.Remove(path), os.Symlink(path+".real", path), os.WriteFile(path+".real", form, 0o644)); err != nil {
+		t.Fatal(err)
+	}
+	if got := Midstates(target, f); got != nil {
+		t.Errorf("through a link: %+v", got)
+	}
+	if _, err := a.Confirm(recordOf(nil)); err != nil {
+		t.Fatal(err)
+	}
+	if left, err := os.ReadDir(filepath.Dir(path)); err != nil || len(left) > 0 {
+		t.Errorf("they stay: %v, %v", left, err)
+	}
+	if err := a.Close(); err != nil {
+		t.Fatal(err)
 	}
 }
