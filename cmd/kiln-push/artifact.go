@@ -69,7 +69,7 @@ func artifactCommand(is about) *cobra.Command {
 			}
 			o := artifact.Options{Legacy: legacy, FollowLinks: follow}
 			return pushing(cmd, &flags, ref.Host, func(show *progress.Show, c *client.Client) (artifact.Pushed, error) {
-				a, err := readArtifact(cmd, &flags, is.kind, args[0], base, o, show)
+				a, err := readArtifact(cmd, &flags, c, is.kind, args[0], base, o, show)
 				if err != nil {
 					return artifact.Pushed{}, err
 				}
@@ -87,11 +87,14 @@ func artifactCommand(is about) *cobra.Command {
 }
 
 // readArtifact reads what is at path, with the base that --base names, and shows its warnings.
-func readArtifact(cmd *cobra.Command, flags *cli.Flags, kind api.Kind, path, base string, o artifact.Options,
-	show *progress.Show,
+func readArtifact(cmd *cobra.Command, flags *cli.Flags, c *client.Client, kind api.Kind, path, base string,
+	o artifact.Options, show *progress.Show,
 ) (a *artifact.Artifact, err error) {
 	if base != "" {
-		if o.Base, err = artifact.FindBase(cmd.Context(), base, dialer(flags, show)); err != nil {
+		if o.Base, err = artifact.FindBase(cmd.Context(), base, dialer(flags, show)); err == nil {
+			err = o.Base.Check(cmd.Context(), c)
+		}
+		if err != nil {
 			return nil, err
 		}
 	}
@@ -158,7 +161,8 @@ func explainArtifact(err error) error {
 	switch {
 	case errors.As(err, &refused):
 		code := cli.CodeBadInput
-		if refused.Code == artifact.CodePath {
+		switch refused.Code {
+		case artifact.CodePath, artifact.CodeManifest, artifact.CodeOtherName:
 			code = cli.CodeUsage
 		}
 		err = cli.Exit(code, err)
@@ -203,15 +207,24 @@ func printArtifact(stdout io.Writer, p artifact.Pushed, asJSON bool) error {
 	return err
 }
 
-// claimed says what an artifact is bound to, and by what.
+// claimed says what an artifact is bound to, by what, and whether the registry holds that.
 func claimed(p artifact.Pushed) string {
+	archive := ""
+	if p.Legacy {
+		archive = "; kept as an archive"
+	}
 	switch {
 	case p.Base.Evidence == documents.EvidenceNone && p.Base.Note != "":
-		return "not recorded (" + p.Base.Note + ")"
+		return "not recorded (" + p.Base.Note + archive + ")"
 	case p.Base.Evidence == documents.EvidenceNone:
-		return "not recorded"
-	case p.Legacy:
-		return fmt.Sprintf("%s (%s: %s; kept as an archive)", p.Base.Aggregate, p.Base.Evidence, p.Base.Source)
+		return "not recorded" + archive
 	}
-	return fmt.Sprintf("%s (%s: %s)", p.Base.Aggregate, p.Base.Evidence, p.Base.Source)
+	held := ""
+	switch h := p.Base.Held; {
+	case h != nil && *h:
+		held = "; held"
+	case h != nil:
+		held = "; not held there"
+	}
+	return fmt.Sprintf("%s (%s: %s%s%s)", p.Base.Aggregate, p.Base.Evidence, p.Base.Source, archive, held)
 }

@@ -130,13 +130,17 @@ func get(ts *testscript.TestScript, url string) []byte {
 	return b
 }
 
-// reference sets a variable, in capitals, to the reference that the last command printed: reference NAME
+// reference sets a variable, in capitals, to the reference that the last command printed, and one with _DIGEST behind its
+// name to the digest of that: reference NAME
 func reference(ts *testscript.TestScript, _ bool, args []string) {
 	_, after, ok := strings.Cut(ts.ReadFile("stdout"), "reference ")
 	if !ok {
 		ts.Fatalf("no reference was printed")
 	}
-	ts.Setenv(strings.ToUpper(args[0]), strings.TrimSpace(after))
+	name := strings.ToUpper(args[0])
+	ts.Setenv(name, strings.TrimSpace(after))
+	_, digest, _ := strings.Cut(strings.TrimSpace(after), "@")
+	ts.Setenv(name+"_DIGEST", digest)
 }
 
 // subject checks that a manifest is listed as a referrer of its subject, whose digest SUBJECT becomes: subject REF

@@ -17,13 +17,15 @@ import (
 func stampCommand() *cobra.Command {
 	var flags cli.Flags
 	var o artifact.StampOptions
-	var base, registry string
+	var base, registry, repo string
 	cmd := &cobra.Command{
 		Use:   "stamp PATH --base DIR|REF|AGGREGATE",
 		Short: "Write the base into the documents of an adapter, receipt or eval",
 		Long: "Write the full manifest of the base into what was made from it. In the folder of an adapter, of any\n" +
 			"trainer, that makes its adapter_manifest.json. In a train_receipt.json or an eval job or result it is put\n" +
-			"in, and no other byte changes. What names another base or other files is left alone.",
+			"in, and no other byte changes. What names another base or other files is left alone.\n\n" +
+			"The manifest has the names of the base's files, which an exact resume compares: those of the DIR or of the REF;\n" +
+			"of an AGGREGATE those that it has in --repo or, without that, in whatever repository got it last.",
 		Example: "  kiln-push stamp out/sql --base models/base",
 		Args:    cli.Args("PATH"),
 		RunE: func(cmd *cobra.Command, args []string) error {
@@ -31,7 +33,7 @@ func stampCommand() *cobra.Command {
 				return cli.Usagef("stamp needs --base DIR|REF|AGGREGATE")
 			}
 			show := progress.New(flags, cmd.OutOrStdout(), cmd.ErrOrStderr())
-			s, err := stamp(cmd, &flags, args[0], base, registry, o, show)
+			s, err := stamp(cmd, &flags, args[0], base, place{registry, repo}, o, show)
 			if err != nil {
 				show.Abandon()
 				return explainArtifact(err)
@@ -44,14 +46,18 @@ func stampCommand() *cobra.Command {
 	flags.Bind(cmd)
 	cmd.Flags().StringVar(&base, "base", "", "the base that it was made from: its folder, its REF or its aggregate")
 	cmd.Flags().StringVar(&registry, "registry", cli.Registry(), "where the shards of an aggregate are asked for")
+	cmd.Flags().StringVar(&repo, "repo", "", "the repository whose file names of an aggregate are meant")
 	cmd.Flags().StringVar(&o.Name, "name", "", "name of the adapter (that of its folder)")
 	cmd.Flags().BoolVar(&o.Force, "force", false, "write the manifest of an adapter anew, whatever it says")
 	cmd.Flags().BoolVar(&o.FollowLinks, "follow-links", false, "read the files behind links, as in a Hugging Face cache")
 	return cmd
 }
 
+// place is where the shards of an aggregate are asked for.
+type place struct{ registry, repo string }
+
 // stamp writes the base that is named into what is at path.
-func stamp(cmd *cobra.Command, flags *cli.Flags, path, base, registry string, o artifact.StampOptions,
+func stamp(cmd *cobra.Command, flags *cli.Flags, path, base string, at place, o artifact.StampOptions,
 	show *progress.Show,
 ) (s artifact.Stamped, err error) {
 	ctx, dial := cmd.Context(), dialer(flags, show)
@@ -59,11 +65,20 @@ func stamp(cmd *cobra.Command, flags *cli.Flags, path, base, registry string, o 
 	if err != nil {
 		return s, err
 	}
-	if err := b.Learn(ctx, registry, dial); err != nil {
+	named := b.Manifest != nil // the base was given with its file names
+	if named && at.repo != "" {
+		return s, cli.Usagef("--repo goes with a --base that is an AGGREGATE; %.200q says itself what is meant", base)
+	}
+	if err := b.Learn(ctx, at.registry, at.repo, dial); err != nil {
 		return s, err
 	}
 	o.Watch = show.Watch
-	return artifact.Stamp(ctx, path, *b.Manifest, o)
+	s, err = artifact.Stamp(ctx, path, *b.Manifest, o)
+	if err == nil && !named && at.repo == "" {
+		s.Warnings = append(s.Warnings, artifact.Warning{Code: artifact.WarnNames, Message: "the names of the base's files are " +
+			"those of the newest that " + at.registry + " holds: --repo, or a REF, says which are meant"})
+	}
+	return s, err
 }
 
 func printStamped(stdout io.Writer, s artifact.Stamped, asJSON bool) error {

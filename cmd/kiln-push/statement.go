@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"os/user"
+	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -47,7 +48,10 @@ func bindCommand() *cobra.Command {
 		Use:   "bind DIGEST|REF --base AGGREGATE|REF --reason TEXT",
 		Short: "Say which base an artifact was made from",
 		Long: "Say which base an artifact was made from, after it was pushed. The artifact stays as it is: a statement\n" +
-			"is put beside it, with who says so, when and why.",
+			"is put beside it, with who says so, when and why. Where the same person has said the same of it before, for\n" +
+			"the same reason, nothing is pushed. The 16 newest statements about an artifact count, and decide if they agree.\n\n" +
+			"A statement is withdrawn by deleting its manifest, with the right to delete in that repository and any OCI\n" +
+			"client: oras manifest delete HOST/REPOSITORY@DIGEST, with the DIGEST that bind printed.",
 		Example: "  kiln-push bind 127.0.0.1:5000/team/sql:v1 --base 127.0.0.1:5000/team/model:v1 --reason 'see run 42'",
 		Args:    cli.Args("DIGEST|REF"),
 		RunE: func(cmd *cobra.Command, args []string) error {
@@ -63,11 +67,11 @@ func bindCommand() *cobra.Command {
 				return err
 			}
 			return pushing(cmd, &flags, ref.Host, func(show *progress.Show, c *client.Client) (artifact.Pushed, error) {
-				a, err := binding(cmd.Context(), c, ref, base, dialer(&flags, show), said)
+				a, about, err := binding(cmd.Context(), c, ref, base, dialer(&flags, show), said)
 				if err != nil {
-					return artifact.Pushed{}, err
+					return artifact.Pushed{}, explainStatement(err)
 				}
-				return a.Push(cmd.Context(), c, client.Reference{Host: ref.Host, Repo: ref.Repo}, show.Watch)
+				return say(cmd.Context(), c, a, about, client.Reference{Host: ref.Host, Repo: ref.Repo}, show)
 			})
 		},
 	}
@@ -82,16 +86,62 @@ func bindCommand() *cobra.Command {
 // binding makes the statement that what ref names was made from base.
 func binding(ctx context.Context, c *client.Client, ref client.Reference, base string, dial transfer.Dial,
 	said artifact.Words,
-) (*artifact.Artifact, error) {
+) (a *artifact.Artifact, about identity.Digest, err error) {
 	b, err := artifact.FindBase(ctx, base, dial)
+	if err == nil {
+		err = b.Check(ctx, c)
+	}
 	if err != nil {
-		return nil, err
+		return nil, about, err
 	}
 	f, err := artifact.FindManifest(ctx, c, ref)
 	if err != nil {
-		return nil, err
+		return nil, about, err
 	}
-	return artifact.Bind(f, b, said)
+	a, err = artifact.Bind(f, b, said)
+	return a, f.Digest, err
+}
+
+// say pushes a statement about a manifest, unless it was made before.
+func say(ctx context.Context, c *client.Client, a *artifact.Artifact, about identity.Digest, ref client.Reference,
+	show *progress.Show,
+) (artifact.Pushed, error) {
+	if ref.Tag == "" {
+		before, err := a.Said(ctx, c, ref.Repo, about)
+		if err != nil {
+			return artifact.Pushed{}, err
+		}
+		if !before.IsZero() {
+			show.Note("the same was said before, for the same reason: nothing is pushed")
+			return a.Before(client.Reference{Host: ref.Host, Repo: ref.Repo, Digest: before}), nil
+		}
+	}
+	return a.Push(ctx, c, ref, show.Watch)
+}
+
+// members are the flags that the members of a statement come from.
+var members = map[string]string{
+	"$.reason": "--reason", "$.made_by": "--by", "$.derived_from.tool": "--tool", "$.derived_from.how": "--how",
+	"$.derived_from.sources": "--from",
+}
+
+// explainStatement says of a rule of statements which flag breaks it: nobody wrote that document.
+func explainStatement(err error) error {
+	var broken *documents.Error
+	if !errors.As(err, &broken) || broken.Kind != documents.KindStatement {
+		return err
+	}
+	at, _, _ := strings.Cut(broken.Path, "[")
+	name, ok := members[at]
+	if !ok {
+		name = strings.TrimPrefix(broken.Path, "$.")
+	}
+	hint := "kiln-push bind --help and derive --help say what they take"
+	if broken.Rule == documents.RuleText {
+		hint = "give it one line of 1 to 512 bytes, without white space around it"
+	}
+	msg, _, _ := strings.Cut(broken.Msg, ", at line ") // of the statement, which nobody has seen
+	return cli.Hint(cli.Usagef("%s: %s", name, msg), hint)
 }
 
 // bound is the reference of the artifact that a statement is about.
@@ -106,6 +156,9 @@ func bound(s, registry, repo string) (ref client.Reference, err error) {
 		}
 		return ref, err
 	}
+	if d.IsZero() {
+		return ref, fmt.Errorf("%s is the digest of nothing", d)
+	}
 	if repo == "" {
 		err := errors.New("a digest alone does not say where the artifact is")
 		return ref, cli.Hint(err, "add --repo REPOSITORY, or write it as host/repository@"+d.String())
@@ -117,18 +170,25 @@ func deriveCommand() *cobra.Command {
 	var flags cli.Flags
 	var w words
 	var from []string
-	var how, tool, to string
+	var how, tool, to, registry string
 	var follow bool
 	cmd := &cobra.Command{
 		Use:   "derive TARGET --from SOURCE --how quantize|merge|finetune",
 		Short: "Say that a model was made from another",
 		Long: "Say that a model was made from another: each is a directory, a file with a shard manifest, a REF or an\n" +
-			"aggregate. A merge has several --from. The statement explains why the bytes differ, and excuses nothing.",
+			"aggregate, which is asked of --registry. A merge has several --from, and adapters may be among them, each by\n" +
+			"its REF. The statement explains why the bytes differ, and excuses nothing. Where the same person has said the\n" +
+			"same before, nothing is pushed. It is withdrawn as the statements of bind are: see kiln-push bind --help.",
 		Example: "  kiln-push derive 127.0.0.1:5000/team/model-int4:v1 --from 127.0.0.1:5000/team/model:v1 --how quantize",
 		Args:    cli.Args("TARGET"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if len(from) == 0 || how == "" {
 				return cli.Usagef("derive needs --from SOURCE and --how quantize|merge|finetune")
+			}
+			switch documents.How(how) {
+			case documents.Quantize, documents.Merge, documents.Finetune:
+			default:
+				return cli.Usagef("--how %.40q: want quantize, merge or finetune", how)
 			}
 			said, err := w.said()
 			if err != nil {
@@ -138,28 +198,38 @@ func deriveCommand() *cobra.Command {
 				said.Reason = how
 			}
 			found, err := models(cmd, &flags, append([]string{args[0]}, from...), folder.Options{FollowLinks: follow})
+			var other *folder.KindError
+			if errors.As(err, &other) && how == string(documents.Merge) {
+				err = cli.Hint(err, "a statement names an adapter by its manifest: push it, and give its REF")
+			}
 			if err != nil {
 				return explainArtifact(err)
 			}
-			ref, err := home(to, found[0])
+			ref, err := home(cmd.Context(), to, &found[0], registry, &flags)
 			if err != nil {
-				return err
+				return explainArtifact(err)
 			}
 			a, err := artifact.Derive(found[0], found[1:], documents.How(how), tool, ref, said)
 			if err != nil {
-				return explainArtifact(err)
+				return explainArtifact(explainStatement(err))
 			}
 			return pushing(cmd, &flags, ref.Host, func(show *progress.Show, c *client.Client) (artifact.Pushed, error) {
-				return a.Push(cmd.Context(), c, ref, show.Watch)
+				for _, b := range found {
+					if err := b.Check(cmd.Context(), c); err != nil {
+						return artifact.Pushed{}, err
+					}
+				}
+				return say(cmd.Context(), c, a, found[0].Subject.Digest, ref, show)
 			})
 		},
 	}
 	flags.Bind(cmd)
-	w.bind(cmd, "why, or with what parameters")
+	w.bind(cmd, "why, or with what parameters (the word of --how)")
 	cmd.Flags().StringArrayVar(&from, "from", nil, "what it was made from; of a merge several")
 	cmd.Flags().StringVar(&how, "how", "", "quantize, merge or finetune")
 	cmd.Flags().StringVar(&tool, "tool", "", "what it was made with")
-	cmd.Flags().StringVar(&to, "to", "", "REF to push the statement to (the repository of TARGET, if that is a REF)")
+	cmd.Flags().StringVar(&to, "to", "", "REF to push the statement to (the repository that TARGET is in)")
+	cmd.Flags().StringVar(&registry, "registry", cli.Registry(), "where a TARGET that is no REF is looked for")
 	cmd.Flags().BoolVar(&follow, "follow-links", false, "read the files behind links, as in a Hugging Face cache")
 	return cmd
 }
@@ -179,15 +249,32 @@ func models(cmd *cobra.Command, flags *cli.Flags, names []string, o folder.Optio
 	return all, nil
 }
 
-// home is where a derived-from statement goes.
-func home(to string, of artifact.Base) (client.Reference, error) {
-	own := client.Reference{Host: of.Ref.Host, Repo: of.Ref.Repo}
-	if to == "" && own.Repo == "" {
-		err := cli.Usagef("%s is in no repository, so the statement has none to go to", of.Name)
-		return own, cli.Hint(err, "--to REF says where it goes, as 127.0.0.1:5000/team/statements")
+// home is where a derived-from statement goes: to, else the repository that what it is about is in. A target that was
+// not given as a REF is looked for in a registry, and then is what that holds.
+func home(ctx context.Context, to string, of *artifact.Base, registry string, flags *cli.Flags) (client.Reference, error) {
+	if to != "" {
+		return target(to)
 	}
-	if to == "" {
-		return own, nil
+	if of.Ref.Repo == "" {
+		c, err := flags.Client(registry, nil)
+		if err != nil {
+			return client.Reference{}, err
+		}
+		defer c.Close()
+		repos, err := of.Locate(ctx, c)
+		var why string
+		switch {
+		case err != nil:
+			why = fmt.Sprintf("%s is not known to be in a repository of %s (%v)", of.Name, registry, err)
+		case len(repos) == 0:
+			why = fmt.Sprintf("%s is in no repository of %s", of.Name, registry)
+		case len(repos) > 1:
+			why = fmt.Sprintf("%s is in several repositories of %s: %s", of.Name, registry, strings.Join(repos, ", "))
+		}
+		if why != "" {
+			return client.Reference{}, cli.Hint(cli.Usagef("%s: where shall the statement go?", why),
+				"--to REF says where it goes, as 127.0.0.1:5000/team/statements; --registry asks another registry")
+		}
 	}
-	return target(to)
+	return client.Reference{Host: of.Ref.Host, Repo: of.Ref.Repo}, nil
 }

@@ -27,6 +27,8 @@ const (
 	WarnLinks     = folder.WarnLinked  // links that do not go along
 	WarnApart     = folder.WarnApart   // folders that do not go along
 	WarnWeights   = "weights_left_out" // other weights beside those of the adapter
+	WarnNames     = "base_names"       // the file names of the base are those that its registry holds it under
+	WarnFiles     = "files_left_out"   // other files that do not go along, as the state of an optimizer
 )
 
 // usualPrefix begins the names of the tensors of an adapter for a plain language model.
@@ -251,7 +253,7 @@ func readAdapter(dir string, o Options) (*draft, error) {
 
 // list makes parts of the files of an adapter, and names what stays behind.
 func (a *adapter) list(d *draft) {
-	var links, apart, weights []string
+	var links, apart, weights, files []string
 	for _, name := range sortedNames(a.members) {
 		m := a.members[name]
 		kind, along := folder.Along(name)
@@ -272,8 +274,11 @@ func (a *adapter) list(d *draft) {
 			weights = append(weights, name)
 			continue
 		}
-		if along && m.Mode == safetensors.Regular {
+		switch {
+		case along && m.Mode == safetensors.Regular:
 			d.parts = append(d.parts, part{name: name, kind: kind, file: m.File, text: a.texts[name]})
+		case !strings.HasPrefix(name, "."):
+			files = append(files, name)
 		}
 	}
 	for _, left := range []struct {
@@ -281,7 +286,7 @@ func (a *adapter) list(d *draft) {
 		names      []string
 	}{
 		{WarnLinks, "links do not go along", links}, {WarnApart, "folders do not go along", apart},
-		{WarnWeights, "other weights do not go along", weights},
+		{WarnWeights, "other weights do not go along", weights}, {WarnFiles, "other files do not go along", files},
 	} {
 		if len(left.names) > 0 {
 			a.warn(left.code, "%s: %s", left.what, strings.Join(left.names, ", "))

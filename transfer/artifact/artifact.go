@@ -53,6 +53,7 @@ type Artifact struct {
 	folder   *folder.Folder
 	parts    []part
 	subject  transfer.Subject
+	said     *documents.Statement // nil: it is no statement
 }
 
 // part is one file of an artifact.
@@ -163,7 +164,7 @@ func lacking(claim documents.Binding) string {
 	if claim.Evidence == documents.EvidenceAggregateOnly {
 		return fmt.Sprintf("the %s names its base by aggregate alone, at %s", claim.Kind, claim.Path)
 	}
-	return fmt.Sprintf("the %s holds no full manifest of its base: there is no %s", claim.Kind, claim.Path)
+	return fmt.Sprintf("%s: no full manifest of the base, which belongs at %s", claim.Kind, claim.Path)
 }
 
 // hash hashes what was not read as a whole, several files at a time.
@@ -218,7 +219,8 @@ type Pushed struct {
 	Digest    identity.Digest `json:"digest"` // of the manifest
 	Reference string          `json:"reference"`
 	Files     int             `json:"files"`
-	Sent      int64           `json:"sent_bytes"` // of blobs; what the registry had already is not sent
+	Sent      int64           `json:"sent_bytes"`            // of blobs; what the registry had already is not sent
+	Before    bool            `json:"said_before,omitempty"` // a statement that was there: nothing was pushed
 }
 
 // Claim is what an artifact says about its base, and where it says so.
@@ -226,6 +228,7 @@ type Claim struct {
 	Aggregate identity.Aggregate `json:"aggregate_sha256,omitzero"` // zero: nothing
 	Evidence  documents.Evidence `json:"evidence"`
 	Source    string             `json:"source,omitempty"`
+	Held      *bool              `json:"held,omitempty"` // by that registry, for this caller; nil: it does not say
 	Note      string             `json:"note,omitempty"` // for people
 }
 
@@ -253,7 +256,18 @@ func (a *Artifact) Push(ctx context.Context, c *client.Client, ref client.Refere
 	p = Pushed{Kind: a.Kind, Name: a.Name, Base: a.claim(), Legacy: a.Legacy, Files: len(a.parts)}
 	p.Digest, p.Reference, err = u.Put(ctx, a.manifest(), ref.Tag)
 	p.Sent = u.Sent()
+	if err == nil && !p.Base.Aggregate.IsZero() {
+		if held, known := Held(ctx, c, p.Base.Aggregate); known {
+			p.Base.Held = &held
+		}
+	}
 	return p, err
+}
+
+// Before is what Push returns for a statement that is there already.
+func (a *Artifact) Before(at client.Reference) Pushed {
+	return Pushed{Kind: a.Kind, Name: a.Name, Base: a.claim(), Digest: at.Digest, Reference: at.String(),
+		Files: len(a.parts), Before: true}
 }
 
 // send uploads the files, each distinct content once.
@@ -347,6 +361,8 @@ const (
 	CodeSameBase      = "same_base"        // a base is not derived from itself
 	CodeIsBase        = "is_a_base"        // what a base was named for is one
 	CodePath          = "path"             // a path is no name of a base where that is looked for in a registry
+	CodeManifest      = "manifest_digest"  // what was given as an aggregate is the digest of a manifest
+	CodeOtherName     = "other_name"       // what is stamped has another name than the one to stamp it with
 )
 
 // document reads the file of a document, at most limit bytes.

@@ -3,8 +3,10 @@ package artifact
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"os"
+	"slices"
 
 	"github.com/kiln-registry/kiln-registry/api"
 	"github.com/kiln-registry/kiln-registry/api/client"
@@ -79,9 +81,97 @@ func FindModel(ctx context.Context, text string, dial transfer.Dial, o folder.Op
 	return b, err
 }
 
-// Learn asks a registry for the full manifest of a base of which only the aggregate is known. api.ErrAggregateUnknown;
-// an *Error if b is no base.
-func (b *Base) Learn(ctx context.Context, registry string, dial transfer.Dial) error {
+// Check refuses an aggregate that stands for nothing but a manifest of c's registry: its digest was taken for the
+// aggregate of the base. Another registry, and what is not known there, is no error.
+func (b Base) Check(ctx context.Context, c *client.Client) error {
+	if b.Aggregate.IsZero() || b.Manifest != nil {
+		return nil
+	}
+	if held, known := Held(ctx, c, b.Aggregate); held || !known {
+		return nil
+	}
+	l, err := c.Lineage(ctx, identity.Digest(b.Aggregate), "", "", 1)
+	if err != nil {
+		return nil // which is what most often is: it is no manifest
+	}
+	e := &Error{Code: CodeManifest, Hint: "kiln-push identify DIR prints the aggregate of a folder", Msg: fmt.Sprintf(
+		"%s is the digest of a manifest of %s in %s, not the aggregate of a base", b.Aggregate, named(l.Artifact.Kind),
+		l.Artifact.Repository)}
+	if l.Artifact.Kind != api.KindBase {
+		return e
+	}
+	ref := client.Reference{Host: c.Host(), Repo: l.Artifact.Repository, Digest: l.Artifact.Digest}
+	if plan, err := transfer.Resolve(ctx, c, ref); err == nil && !plan.Aggregate.IsZero() {
+		e.Hint = "the aggregate of that base is " + plan.Aggregate.String()
+	}
+	return e
+}
+
+// named is a kind for people.
+func named(k api.Kind) string {
+	switch k {
+	case "":
+		return "an artifact"
+	case api.KindAdapter, api.KindEval:
+		return "an " + string(k)
+	}
+	return "a " + string(k)
+}
+
+// Held says whether a registry holds a base of that aggregate that the caller may pull. It is not known where the
+// registry does not say: another than one of this project.
+func Held(ctx context.Context, c *client.Client, a identity.Aggregate) (held, known bool) {
+	_, err := c.BasePage(ctx, a, "", 1)
+	var answered *api.Error
+	switch {
+	case err == nil:
+		return true, true
+	case errors.Is(err, api.ErrAggregateUnknown) && errors.As(err, &answered) && answered.Message != "": // in its own words
+		return false, true
+	}
+	return false, false
+}
+
+// maxRepos is how many repositories Locate looks for.
+const maxRepos = 8
+
+// Locate looks in a registry for the repositories that hold b, of which it names the first few. Where it is one, b is
+// from then on what that holds. The errors are those of client.Client.
+func (b *Base) Locate(ctx context.Context, c *client.Client) (repos []string, err error) {
+	var newest api.Held
+	for page, err := range transfer.Pages(ctx, c, b.Aggregate) {
+		if errors.Is(err, api.ErrAggregateUnknown) {
+			return nil, nil
+		}
+		if err != nil {
+			return nil, err
+		}
+		for _, p := range page.Packagings {
+			for _, h := range p.Manifests {
+				if newest.Digest.IsZero() || h.Created.After(newest.Created) {
+					newest = h
+				}
+				if !slices.Contains(repos, h.Repository) {
+					repos = append(repos, h.Repository)
+				}
+			}
+		}
+		if len(repos) >= maxRepos {
+			break
+		}
+	}
+	if len(repos) != 1 {
+		return repos, nil
+	}
+	b.Ref = client.Reference{Host: c.Host(), Repo: newest.Repository, Digest: newest.Digest}
+	f, err := FindManifest(ctx, c, b.Ref)
+	b.Subject = f.Subject
+	return repos, err
+}
+
+// Learn asks a registry for the full manifest of a base of which only the aggregate is known, with the file names that it
+// has in one repository or, if that is empty, in its newest packaging. api.ErrAggregateUnknown; an *Error if b is no base.
+func (b *Base) Learn(ctx context.Context, registry, repo string, dial transfer.Dial) error {
 	if b.Aggregate.IsZero() {
 		return &Error{Code: CodeNoBase, Msg: b.Name + " is no base", Hint: "name the folder or the reference of a base"}
 	}
@@ -93,7 +183,14 @@ func (b *Base) Learn(ctx context.Context, registry string, dial transfer.Dial) e
 		return err
 	}
 	defer c.Close()
-	m, err := c.BaseManifest(ctx, b.Aggregate)
+	var m identity.Manifest
+	if repo == "" {
+		m, err = c.BaseManifest(ctx, b.Aggregate)
+	} else {
+		var plan transfer.Plan
+		plan, err = transfer.ResolveAggregate(ctx, c, b.Aggregate, repo)
+		m = plan.Base
+	}
 	if err != nil {
 		return fmt.Errorf("shards of base %s: %w", b.Aggregate, err)
 	}

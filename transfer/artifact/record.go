@@ -109,17 +109,17 @@ func readRows(path string, o Options) (*draft, error) {
 	if err != nil {
 		return nil, fmt.Errorf("%s: %w", path, err)
 	}
-	claims := rows.Bases()
-	if len(claims) == 0 {
-		claims = []documents.Binding{{
-			Evidence: documents.EvidenceNone, Kind: documents.KindOutcomes, Path: "line 1 $.base_weight_shard_manifest",
-		}}
+	claim, named := rows.Of(o.Base.Aggregate)
+	if !named {
+		claim = documents.Binding{
+			Evidence: documents.EvidenceNone, Kind: documents.KindOutcomes, Path: "$.base_weight_shard_manifest of each row",
+		}
 	}
 	d := &draft{
 		Artifact: Artifact{Name: strings.TrimSuffix(file.Name, rowsExt), folder: f, parts: []part{
 			{name: file.Name, kind: folder.Doc, file: file, digest: identity.DigestOf(h)},
 		}},
-		claims: claims, kiln: true, hint: "export the rows again with their manifest; --legacy pushes them as an archive",
+		claims: []documents.Binding{claim}, kiln: true, hint: "export the rows again with their manifest; --legacy pushes them as an archive",
 		check: nothing,
 	}
 	if rows.Unbound > 0 && len(rows.Shards) > 0 && !o.Legacy {

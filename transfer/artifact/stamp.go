@@ -47,6 +47,10 @@ func Stamp(ctx context.Context, path string, base identity.Manifest, o StampOpti
 	if info.IsDir() {
 		return stampAdapter(ctx, path, base, o)
 	}
+	if o.Name != "" {
+		return Stamped{}, &Error{Code: CodeOtherName, Msg: fmt.Sprintf("%q is a file, which is not renamed: --name %q", path,
+			o.Name), Hint: "--name goes with the folder of an adapter"}
+	}
 	return stampFile(path, base)
 }
 
@@ -93,6 +97,10 @@ func (a *adapter) stamped(sums map[string]identity.Digest, base identity.Manifes
 	if a.manifest == nil {
 		text, err = a.newManifest(sums, base, name)
 		return nil, text, err
+	}
+	if name != "" && name != a.manifest.Name {
+		return nil, nil, &Error{Code: CodeOtherName, Msg: fmt.Sprintf("its %s calls it %q, and --name is %q",
+			documents.AdapterManifestFile, a.manifest.Name, name), Hint: "--force writes the manifest anew, with that name"}
 	}
 	if err := a.check(sums); err != nil {
 		hint := "--force writes the manifest anew, for the files that are there"

@@ -1,13 +1,74 @@
 package artifact
 
 import (
+	"context"
+	"errors"
 	"fmt"
+	"reflect"
 
 	"github.com/kiln-registry/kiln-registry/api"
 	"github.com/kiln-registry/kiln-registry/api/client"
+	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/identity/documents"
+	"github.com/kiln-registry/kiln-registry/transfer"
 	"github.com/kiln-registry/kiln-registry/transfer/folder"
 )
+
+// pagesSaid bounds the pages of a lineage that are read to find a statement.
+const pagesSaid = 100
+
+// Said finds a statement that says the same as a in the same words, apart from when, about what the manifest of a digest
+// in a repository holds, and lies in that repository too. The zero Digest: there is none, a is no statement, or the
+// registry keeps no lineage. Of the newest statements about an artifact all are looked at; of many thousands not.
+func (a *Artifact) Said(ctx context.Context, c *client.Client, repo string, about identity.Digest) (
+	identity.Digest, error,
+) {
+	if a.said == nil || about.IsZero() {
+		return identity.Digest{}, nil
+	}
+	pages := 0
+	for page, err := range transfer.LineagePages(ctx, c, about, repo) {
+		var answered *client.StatusError
+		switch {
+		case errors.As(err, &answered), errors.Is(err, api.ErrManifestUnknown), errors.Is(err, client.ErrNotBlob):
+			return identity.Digest{}, nil
+		case err != nil:
+			return identity.Digest{}, err
+		}
+		for _, l := range page.Children {
+			if x := l.Artifact; x != nil && x.Kind == api.KindStatement && x.Repository == repo && sameWords(*a.said, x.Facts) {
+				return x.Digest, nil
+			}
+		}
+		if pages++; pages == pagesSaid {
+			break
+		}
+	}
+	return identity.Digest{}, nil
+}
+
+// sameWords says whether facts are those of a statement, apart from when it was made.
+func sameWords(s documents.Statement, facts *api.Facts) bool {
+	if facts == nil || facts.Statement == nil {
+		return false
+	}
+	want := api.StatementFacts{Reason: s.Reason, By: s.By}
+	if b := s.Bind; b != nil {
+		want.Type, want.Target, want.Base = api.StatementBind, b.Artifact, b.Aggregate
+	}
+	if d := s.Derived; d != nil {
+		want.Type, want.How, want.Tool = api.StatementDerived, string(d.How), d.Tool
+		want.Target, want.To = d.Target.Artifact, d.Target.Aggregate
+		for _, s := range d.Sources {
+			if s.Artifact.IsZero() {
+				want.From = append(want.From, s.Aggregate)
+			} else {
+				want.FromArtifacts = append(want.FromArtifacts, s.Artifact)
+			}
+		}
+	}
+	return reflect.DeepEqual(want, *facts.Statement)
+}
 
 // StatementFile is the name of the one file of a statement.
 const StatementFile = "statement.json"
@@ -112,7 +173,7 @@ func statement(s documents.Statement) (*Artifact, error) {
 	if err != nil {
 		return nil, err
 	}
-	a := &Artifact{Kind: api.KindStatement, Base: documents.Binding{Evidence: documents.EvidenceNone}}
+	a := &Artifact{Kind: api.KindStatement, Base: documents.Binding{Evidence: documents.EvidenceNone}, said: &s}
 	a.parts = []part{{name: StatementFile, kind: folder.Doc, text: text}}
 	a.hashTexts()
 	return a, nil
