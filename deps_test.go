@@ -53,7 +53,7 @@ var imports = map[string]string{
 	"transfer/fetch":           "api api/client identity identity/lanes internal/durable transfer/staging; golang.org/x/sync",
 	"transfer/folder":          "api identity identity/documents identity/safetensors internal/durable transfer/hashing transfer/staging; golang.org/x/sys",
 	"transfer/hashing":         "identity/lanes; golang.org/x/sys",
-	"transfer/staging":         "identity identity/lanes internal/durable; golang.org/x/sys",
+	"transfer/staging":         "identity identity/lanes internal/durable transfer/hashing; golang.org/x/sys",
 	"gpuload":                  "identity identity/safetensors api; golang.org/x/sync golang.org/x/sys",
 	"gpuload/hostmem":          "gpuload identity; golang.org/x/sys",
 	"gpuload/devicetest":       "gpuload identity identity/safetensors",

@@ -398,21 +398,23 @@ func (p *pull) run(ctx context.Context) error {
 func (p *pull) adopt(ctx context.Context) (map[identity.Digest]bool, error) {
 	have := map[identity.Digest]bool{}
 	p.damaged = map[identity.Digest]string{}
+	var found []staging.Found
 	for _, f := range p.use {
-		if err := context.Cause(ctx); err != nil {
-			return nil, err
-		}
 		p.o.Watch.tell(Event{Step: Planned, Phase: PhaseVerify, File: f.Name, Total: f.Size})
-		path := filepath.Join(p.done.Target, filepath.FromSlash(f.Name))
-		ok, err := p.area.Adopt(path, f.Digest, f.Size)
-		if err != nil {
-			return nil, err
-		}
-		if ok {
+		found = append(found, staging.Found{File: f, Path: filepath.Join(p.done.Target, filepath.FromSlash(f.Name))})
+	}
+	taken, err := p.area.Adopt(ctx, found, func(i int, done int64) {
+		p.o.Watch.tell(Event{Step: Moved, Phase: PhaseVerify, File: found[i].Name, Bytes: done, Total: found[i].Size})
+	})
+	if err != nil {
+		return nil, err
+	}
+	for i, f := range found {
+		if taken[i] {
 			have[f.Digest] = true
 			p.done.Reused++
 		} else {
-			p.damaged[f.Digest] = path
+			p.damaged[f.Digest] = f.Path
 		}
 		p.o.Watch.tell(Event{Step: Done, Phase: PhaseVerify, File: f.Name, Bytes: f.Size, Total: f.Size})
 	}

@@ -1,16 +1,20 @@
 package staging
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"io/fs"
 	"os"
 	"path/filepath"
+	"sync"
 	"syscall"
 	"time"
 
 	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/identity/lanes"
 	"github.com/kiln-registry/kiln-registry/internal/durable"
+	"github.com/kiln-registry/kiln-registry/transfer/hashing"
 )
 
 // Shared is the mode of a file that several folders have as one: nobody writes to it.
@@ -65,6 +69,158 @@ func unsupported(err error) error {
 		}
 	}
 	return err
+}
+
+// Found is a file that lies on the disk already, and may be one that is wanted.
+type Found struct {
+	File
+	Path string
+}
+
+// Adopt takes files that are on the disk already, those that have their digests, and returns which do. They are linked
+// where the filesystem can, and hashed as they then are, several at a time; one of which midstates lie beside the target
+// in segments. What was received of a digest before stays, if the file does not match. moved, which may be nil, is told
+// how many bytes of a file were hashed, from several goroutines.
+func (a *Area) Adopt(ctx context.Context, files []Found, moved func(i int, done int64)) (ok []bool, err error) {
+	all := make([]*adoption, len(files))
+	var jobs []*adopted
+	for i, f := range files {
+		all[i] = &adoption{Found: f, area: a, temp: fmt.Sprintf("%s.adopt%d", a.part(f.Digest), i), moved: func(n int64) {
+			if moved != nil {
+				moved(i, n)
+			}
+		}}
+		some, err := all[i].begin()
+		if err != nil {
+			return nil, errors.Join(err, dropAll(all[:i+1]))
+		}
+		jobs = append(jobs, some...)
+	}
+	if err := hashing.Run(ctx, jobs, hashing.Options{}); err != nil {
+		return nil, errors.Join(err, dropAll(all))
+	}
+	ok = make([]bool, len(files))
+	for i, x := range all {
+		if ok[i], err = x.end(); err != nil {
+			return nil, errors.Join(err, dropAll(all[i:]))
+		}
+	}
+	return ok, nil
+}
+
+func dropAll(all []*adoption) (err error) {
+	for _, x := range all {
+		err = errors.Join(err, x.area.drop(x.temp))
+	}
+	return err
+}
+
+// adoption is one file that may be adopted.
+type adoption struct {
+	Found
+	area  *Area
+	temp  string
+	moved func(int64)
+
+	mu   sync.Mutex // guards the rest
+	done int64
+	left int  // parts that are not hashed
+	bad  bool // one of them does not match, or the file can't be the one that is wanted
+}
+
+// begin takes the file to where nobody else writes, and returns the parts that are to be hashed.
+func (x *adoption) begin() ([]*adopted, error) {
+	err := x.area.drop(x.temp)
+	if err == nil && x.area.disk.Link(x.Path, x.temp) != nil {
+		err = x.area.copy(x.Path, x.temp)
+	}
+	if err != nil {
+		return nil, err
+	}
+	fi, err := os.Lstat(x.temp)
+	if x.bad = err == nil && (!fi.Mode().IsRegular() || fi.Size() != x.Size); err != nil || x.bad {
+		return nil, err
+	}
+	s := Midstates(x.area.target, x.File)
+	if s == nil {
+		x.left = 1
+		return []*adopted{{x: x, end: x.Size}}, nil
+	}
+	parts := make([]*adopted, s.Len())
+	for i := range parts {
+		off, n := s.Range(i)
+		parts[i] = &adopted{x: x, off: off, end: off + n, check: s.Check(i)}
+	}
+	x.left = len(parts)
+	return parts, nil
+}
+
+// end makes the file a part of the area if all of it matched, or drops it.
+func (x *adoption) end() (bool, error) {
+	if x.bad || x.left > 0 {
+		return false, x.area.drop(x.temp)
+	}
+	f, err := x.area.disk.OpenFile(x.temp, os.O_RDONLY, 0)
+	if err != nil {
+		return false, err
+	}
+	part := x.area.part(x.Digest)
+	err = errors.Join(f.Sync(), f.Close())
+	if err == nil {
+		err = x.area.drop(part)
+	}
+	if err == nil {
+		err = x.area.disk.Rename(x.temp, part)
+	}
+	if err != nil {
+		return false, err
+	}
+	x.area.verify(x.Digest)
+	return true, nil
+}
+
+// adopted is a part of a file that is hashed: all of it, or a segment.
+type adopted struct {
+	x        *adoption
+	off, end int64
+	check    *lanes.Check // nil: the part is the file
+	hash     identity.Hash
+	in       *os.File
+	done     int64
+}
+
+// Open implements hashing.Job.
+func (p *adopted) Open() (part hashing.Part, err error) {
+	part = hashing.Part{Off: p.off, End: p.end, To: p.check}
+	if p.check == nil {
+		p.hash = identity.NewHash()
+		part.To = p.hash
+	}
+	p.in, err = durable.OpenRegular(p.x.temp, os.O_RDONLY, 0)
+	part.File = p.in
+	return part, err
+}
+
+// Moved implements hashing.Job.
+func (p *adopted) Moved(n int64) {
+	p.x.mu.Lock()
+	defer p.x.mu.Unlock()
+	p.x.done += n - p.done
+	p.done = n
+	p.x.moved(p.x.done)
+}
+
+// Close implements hashing.Job.
+func (p *adopted) Close(err error) error {
+	p.x.mu.Lock()
+	defer p.x.mu.Unlock()
+	p.x.left--
+	if p.check != nil {
+		p.x.bad = p.x.bad || p.check.Err() != nil
+	} else {
+		p.x.bad = p.done != p.end || identity.DigestOf(p.hash) != p.x.Digest
+	}
+	return errors.Join(err, p.in.Close())
 }
 
 // Give moves the file with digest d, which must have been verified in this area, out of it to a path on the same

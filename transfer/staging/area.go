@@ -297,31 +297,6 @@ func (a *Area) Missing(d identity.Digest, size int64) int64 {
 // Free returns the number of bytes that can be stored beside the target.
 func (a *Area) Free() (int64, error) { return durable.Free(a.dir) }
 
-// Adopt takes a file that is on the disk already, if it has the digest d and a size in bytes. It is linked where the
-// filesystem can, and hashed as it then is. What was received of that digest before stays, if the file does not match.
-func (a *Area) Adopt(path string, d identity.Digest, size int64) (bool, error) {
-	temp := a.part(d) + ".adopt"
-	if err := a.drop(temp); err != nil {
-		return false, err
-	}
-	err := a.disk.Link(path, temp)
-	if err != nil {
-		err = a.copy(path, temp)
-	}
-	p := &Partial{area: a, want: d, path: temp, size: size, hash: identity.NewHash()}
-	if err == nil {
-		err = p.adopt()
-	}
-	if err != nil || p.off != size || identity.DigestOf(p.hash) != d {
-		return false, errors.Join(err, a.drop(temp))
-	}
-	p.path = a.part(d)
-	if err := errors.Join(a.drop(p.path), a.disk.Rename(temp, p.path)); err != nil {
-		return false, err
-	}
-	return p.matches(), nil
-}
-
 func (a *Area) copy(from, to string) error {
 	src, err := os.OpenFile(from, os.O_RDONLY|syscall.O_NOFOLLOW|syscall.O_NONBLOCK, 0)
 	if err != nil {
@@ -333,26 +308,6 @@ func (a *Area) copy(from, to string) error {
 		return err
 	}
 	return dst.Close()
-}
-
-// adopt hashes the file that lies at the partial's path, unless it is of another kind or size, and syncs it.
-func (p *Partial) adopt() error {
-	f, err := p.area.disk.OpenFile(p.path, os.O_RDONLY, 0)
-	if errors.Is(err, durable.ErrNotRegular) {
-		return nil
-	}
-	if err != nil {
-		return err
-	}
-	defer f.Close()
-	if size, err := f.Size(); err != nil || size != p.size {
-		return err
-	}
-	p.file = f
-	if err := p.rehash(p.size); err != nil {
-		return err
-	}
-	return f.Sync()
 }
 
 // umask returns the file mode creation mask of this process without changing it.

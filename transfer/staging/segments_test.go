@@ -322,6 +322,54 @@ func TestAdoptSegments(t *testing.T) {
 	}
 }
 
+// adopt offers the file at path to an area that wants b.
+func adopt(t *testing.T, a *Area, path string, b []byte) (bool, error) {
+	t.Helper()
+	ok, err := a.Adopt(t.Context(), []Found{{File{Name: "x", Size: int64(len(b)), Digest: identity.Sum(b)}, path}}, nil)
+	return err == nil && ok[0], err
+}
+
+// TestAdoptByMidstates: those beside the target let the segments of a file be hashed side by side, and nothing else.
+func TestAdoptByMidstates(t *testing.T) {
+	b := random(3*seg + 7)
+	dir := t.TempDir()
+	path := filepath.Join(dir, "x")
+	right := midstates(t, b)
+	wrong := *right
+	wrong.Edge = slices.Clone(right.Edge)
+	wrong.Edge[1][0] ^= 1
+	for i, c := range []struct {
+		states *lanes.States
+		flip   int // byte that is damaged; negative: none
+		want   bool
+	}{{right, -1, true}, {right, 2 * seg, false}, {&wrong, -1, false}, {nil, -1, true}, {nil, 0, false}} {
+		there := bytes.Clone(b)
+		if c.flip >= 0 {
+			there[c.flip] ^= 1
+		}
+		if err := os.WriteFile(path, there, 0o644); err != nil {
+			t.Fatal(err)
+		}
+		a := open(t, filepath.Join(dir, "m"), Options{})
+		if err := os.RemoveAll(filepath.Join(a.dir, statesName)); err != nil {
+			t.Fatal(err)
+		}
+		if c.states != nil {
+			a.KeepMidstates(c.states)
+		}
+		if got, err := adopt(t, a, path, b); got != c.want || err != nil {
+			t.Errorf("case %d: %t, %v", i, got, err)
+		}
+		if left, err := filepath.Glob(filepath.Join(a.dir, partsPrefix+"*", "*")); err != nil || (len(left) == 1) != c.want {
+			t.Errorf("case %d: %q are left", i, left)
+		}
+		if err := a.drop(a.part(right.Digest)); err != nil {
+			t.Fatal(err)
+		}
+		closeArea(t, a)
+	}
+}
+
 // TestSyncFails: after a sync that failed nothing is taken for there that counted on it.
 func TestSyncFails(t *testing.T) {
 	b := random(6 * seg)

@@ -358,7 +358,7 @@ func TestPlainFilesystem(t *testing.T) {
 	for i := range 2 {
 		a := open(t, target, Options{Disk: durable.Disk{Fault: plain}})
 		if b := random(21); i > 0 {
-			if ok, err := a.Adopt(filepath.Join(target, "c/d"), identity.Sum(b), 21); err != nil || !ok {
+			if ok, err := adopt(t, a, filepath.Join(target, "c/d"), b); err != nil || !ok {
 				t.Errorf("adopt by copy: %v, %v", ok, err)
 			}
 		}
@@ -593,7 +593,7 @@ func TestAdopt(t *testing.T) {
 	a := open(t, target, Options{})
 	defer closeArea(t, a)
 	for name, want := range map[string]bool{"good": true, "bad": false, "short": false, "link": false, "fifo": false} {
-		if got, err := a.Adopt(filepath.Join(target, name), identity.Sum(good), 100); got != want || err != nil {
+		if got, err := adopt(t, a, filepath.Join(target, name), good); got != want || err != nil {
 			t.Errorf("%s: %v, %v", name, got, err)
 		}
 	}
