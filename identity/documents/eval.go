@@ -500,3 +500,18 @@ func (o Outcomes) Bases() []Binding {
 	}
 	return all
 }
+
+// Of returns the binding to a base that the rows name, else that to the first of them. named is false if no row names
+// any.
+func (o Outcomes) Of(base identity.Aggregate) (b Binding, named bool) {
+	all := o.Bases()
+	for _, b := range all {
+		if b.Aggregate == base {
+			return b, true
+		}
+	}
+	if len(all) == 0 {
+		return Binding{Evidence: EvidenceNone}, false
+	}
+	return all[0], true
+}

@@ -45,10 +45,11 @@ type Warning struct {
 // Artifact is one whose documents fit its files and each other. It is safe for concurrent use.
 type Artifact struct {
 	Kind     api.Kind
-	Name     string            // what it calls itself: a label. Empty: nothing
-	Base     documents.Binding // the strongest claim about its base; Evidence none where there is none
-	BaseText string            // base_model_name_or_path: a name, which binds nothing
-	Legacy   bool              // a Kiln record without the full manifest of its base
+	Name     string             // what it calls itself: a label. Empty: nothing
+	Base     documents.Binding  // the strongest claim about its base; Evidence none where there is none
+	BaseText string             // base_model_name_or_path: a name, which binds nothing
+	Legacy   bool               // a Kiln record without the full manifest of its base
+	Rows     documents.Outcomes // of an eval that is a file of them; zero: it is none
 	Warnings []Warning
 	folder   *folder.Folder
 	parts    []part

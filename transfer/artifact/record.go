@@ -116,7 +116,7 @@ func readRows(path string, o Options) (*draft, error) {
 		}
 	}
 	d := &draft{
-		Artifact: Artifact{Name: strings.TrimSuffix(file.Name, rowsExt), folder: f, parts: []part{
+		Artifact: Artifact{Name: strings.TrimSuffix(file.Name, rowsExt), Rows: rows, folder: f, parts: []part{
 			{name: file.Name, kind: folder.Doc, file: file, digest: identity.DigestOf(h)},
 		}},
 		claims: []documents.Binding{claim}, kiln: true, hint: "export the rows again with their manifest; --legacy pushes them as an archive",

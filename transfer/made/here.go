@@ -147,6 +147,7 @@ func (h Here) Contradicts(is identity.Summary) bool {
 // be told.
 func Compare(a Artifact, h Here) (out resume.Answer) {
 	now := resume.Here{Base: h.Base, Identities: h.Identities}
+	a = a.Of(h.Aggregate())
 	if a.Kind == api.KindEval {
 		out = resume.EvalUsed(a.Record, now)
 	} else {

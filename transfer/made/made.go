@@ -44,6 +44,7 @@ type Artifact struct {
 
 	manifest *documents.AdapterManifest // of an adapter; nil: there is none
 	receipt  *documents.Receipt         // of an adapter; nil: there is none
+	rows     documents.Outcomes         // of an eval; zero: it is none of rows
 }
 
 // Binding is the strongest claim about the base.
@@ -112,6 +113,7 @@ func OpenPath(ctx context.Context, kind api.Kind, path string, w transfer.Watch)
 	if read.Base.Evidence != documents.EvidenceNone {
 		a.Record.Binding = read.Base
 	}
+	a.rows = read.Rows
 	a.Weights = read.Digest(a.weightsFile())
 	return a, nil
 }
@@ -303,11 +305,18 @@ func (a *Artifact) parseRows(text []byte) error {
 		return err
 	}
 	a.Legacy = rows.Unbound > 0
-	b, err := documents.Join(rows.Bases()...)
-	if err == nil && !b.Aggregate.IsZero() {
+	if b, named := rows.Of(identity.Aggregate{}); named {
+		a.Record.Binding, a.rows = b, rows
+	}
+	return nil
+}
+
+// Of is a, with the binding to that base where it has outcome rows of several and that is one of them.
+func (a Artifact) Of(base identity.Aggregate) Artifact {
+	if b, named := a.rows.Of(base); named && b.Aggregate == base {
 		a.Record.Binding = b
 	}
-	return err
+	return a
 }
 
 // Aggregate is the base that a says it was made from; zero: it does not record one.

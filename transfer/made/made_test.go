@@ -163,6 +163,51 @@ func TestSame(t *testing.T) {
 	}
 }
 
+// TestRowsOfTwoBases: outcome rows of several bases are an eval of each.
+func TestRowsOfTwoBases(t *testing.T) {
+	w := newWorld(t)
+	second, third := w.path("second"), w.path("third")
+	for _, dir := range []string{second, third} {
+		if err := os.Mkdir(dir, 0o755); err != nil {
+			t.Fatal(err)
+		}
+	}
+	writeModel(t, second, "model.safetensors", "4567")
+	writeModel(t, third, "model.safetensors", "89ab")
+	var here []made.Here
+	for _, dir := range []string{w.model, second, third} {
+		h, err := made.OpenHere(t.Context(), dir, dial, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		here = append(here, h)
+	}
+	write(t, w.path("both.jsonl"), append(testartifact.Row("1", &w.base), testartifact.Row("2", &here[1].Base.Manifest)...))
+	far, err := made.Read(t.Context(), w.c, w.send(t, api.KindEval, w.path("both.jsonl"), "made/both"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	near, err := made.Open(t.Context(), api.KindEval, w.path("both.jsonl"), dial, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, a := range []made.Artifact{far, near} {
+		for i, want := range []resume.Verdict{resume.Yes, resume.Yes, resume.No} {
+			if got := made.Compare(a, here[i]); got.Verdict != want || got.Evidence != documents.EvidenceDocument {
+				t.Errorf("%s, base %d: %+v", a.Reference, i, got)
+			}
+		}
+	}
+	// The one that is named, of several, becomes what the manifest claims.
+	for i, refused := range []bool{false, false, true} {
+		_, err := artifact.Read(t.Context(), api.KindEval, w.path("both.jsonl"),
+			artifact.Options{Base: artifact.Base{Aggregate: here[i].Aggregate()}})
+		if (err != nil) != refused {
+			t.Errorf("--base %d: %v", i, err)
+		}
+	}
+}
+
 // TestClaims: every claim about the base is held against every other one.
 func TestClaims(t *testing.T) {
 	w := newWorld(t)

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 
 	"github.com/kiln-registry/kiln-registry/api"
@@ -79,7 +80,12 @@ func (p packed) claims(ctx context.Context, c *client.Client, a *Artifact) (err 
 	if err != nil {
 		return err
 	}
-	best, err := documents.Join(append(all, subject)...)
+	all = append(all, subject)
+	if len(a.rows.Shards) > 1 { // who claims one of several bases agrees, and says less
+		all = slices.DeleteFunc(all[1:], func(b documents.Binding) bool { return a.Of(b.Aggregate).Aggregate() == b.Aggregate })
+		all = append(all, a.Binding())
+	}
+	best, err := documents.Join(all...)
 	if err == nil && best.Aggregate.IsZero() {
 		best, a.Disputed, err = p.stated(ctx, c)
 	}
