@@ -152,7 +152,7 @@ func (s *session) hashTo(ctx context.Context, size int64) error {
 	piece := s.st.piece()
 	defer s.st.pieces.Put(piece)
 	for s.size < size && ctx.Err() == nil {
-		n, err := s.data.ReadAt(piece[:min(durable.PieceSize, size-s.size)], s.size)
+		n, err := s.data.ReadAt(piece[:min(pieceSize, size-s.size)], s.size)
 		if err != nil && !errors.Is(err, io.EOF) || n == 0 {
 			return fmt.Errorf("hash what was received: %w", err)
 		}
@@ -197,7 +197,7 @@ func (s *session) receive(ctx context.Context, r io.Reader) (err error) {
 			return err
 		}
 		piece := p.free()
-		n, rerr := blobstore.Fill(r, piece[:max(1, min(durable.PieceSize, room))])
+		n, rerr := blobstore.Fill(r, piece[:max(1, min(pieceSize, room))])
 		if room -= int64(n); room < 0 {
 			return fmt.Errorf("%w: more than the announced %d bytes", blobstore.ErrSizeMismatch, announced)
 		}

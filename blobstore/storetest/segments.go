@@ -122,6 +122,9 @@ func testTogether(e *env) {
 			if i, err := u.Finish(e.ctx, at, bytes.NewReader(b[at:]), identity.Sum(b)); err != nil || i.Size != int64(len(b)) {
 				e.Errorf("upload %d: %d bytes, %v", n, i.Size, err)
 			}
+			if err := u.Abort(e.ctx); err != nil { // of the receipt
+				e.Errorf("upload %d: %v", n, err)
+			}
 		})
 	}
 	all.Wait()

@@ -404,7 +404,7 @@ func testUnknownUpload(e *env) {
 
 // testBusy holds an Append in the middle, with a reader that waits, and tries everything else.
 func testBusy(e *env) {
-	b := random(17, 600<<10)
+	b := random(17, 1200<<10)
 	u := e.create(identity.Digest{}, int64(len(b)))
 	r, w := io.Pipe()
 	result := make(chan error, 1)
@@ -412,7 +412,7 @@ func testBusy(e *env) {
 		_, err := u.Append(e.ctx, 0, r)
 		result <- err
 	}()
-	_, err := w.Write(b[:512<<10]) // returns when it is read
+	_, err := w.Write(b[:1<<20]) // returns when it is read
 	e.must(err)
 
 	other := e.resume(u.ID())
@@ -421,13 +421,13 @@ func testBusy(e *env) {
 	_, err = u.Commit(e.ctx, identity.Sum(b))
 	e.want("commit meanwhile", err, blobstore.ErrUploadBusy)
 	e.want("abort meanwhile", other.Abort(e.ctx), blobstore.ErrUploadBusy)
-	if n := other.Size(); n < 256<<10 || n > 512<<10 {
-		e.Errorf("size is %d while 512 KiB were read", n)
+	if n := other.Size(); n < 512<<10 || n > 1<<20 {
+		e.Errorf("size is %d while 1 MiB was read", n)
 	}
 	if _, ok := e.uploads()[u.ID()]; !ok {
 		e.Error("the upload is not listed while it is busy")
 	}
-	_, err = w.Write(b[512<<10:])
+	_, err = w.Write(b[1<<20:])
 	e.must(err)
 	e.must(w.Close())
 	e.must(<-result)
