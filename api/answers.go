@@ -29,7 +29,7 @@ type EvalRow struct {
 	Digest     identity.Digest `json:"digest"` // of the manifest
 	Name       string          `json:"name,omitempty"`
 	State      string          `json:"state,omitempty"`
-	Rows       int             `json:"rows,omitempty"` // of an export of outcomes
+	Rows       int             `json:"rows,omitempty"` // of an export of outcomes, those of this base
 	Legacy     bool            `json:"legacy,omitempty"`
 	Run        *EvalRun        `json:"run,omitempty"`
 	Omitted    int             `json:"runs_omitted,omitempty"` // runs of the eval that no row has

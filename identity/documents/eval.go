@@ -54,8 +54,8 @@ type Run struct {
 	Accuracy         *float64 // as the document states it
 	Replay           *Replay
 	Outcomes         Tally
-	Aggregated       Tally    // of the aggregated outcomes, one for each example
-	Raw              []byte   // the run, as it stands
+	Aggregated       Tally  // of the aggregated outcomes, one for each example
+	Raw              []byte // the run, as it stands
 }
 
 // Tally counts outcomes by kind.
