@@ -59,7 +59,9 @@ func checkCommand(kind api.Kind, path, short, example string) *cobra.Command {
 	cmd := &cobra.Command{
 		Use: fmt.Sprintf("check-%s %s --base BASE", kind, name), Short: short,
 		Long: short + ".\n\nOther identities, as of tokenizer and templates, are compared where both sides record them. " +
-			"They do not\nchange the answer, which is about the bytes of the weights.\n\n" + longCheck,
+			"They do not\nchange the answer, which is about the bytes of the weights. " +
+			"Of this side the provenance is known, with --provenance\nor from a server; " +
+			"POST /v1/compatibility takes the others, and the number of one run of an eval.\n\n" + longCheck,
 		Example: "  " + example, Args: cli.Args(name),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if f.base == "" {
@@ -292,7 +294,7 @@ func checkResumeCommand() *cobra.Command {
 			"with the reason of each. The steps after the first failure are reported as well. Nothing of a GPU is read.\n\n" +
 			"The request (kiln.resume-request.v1) says what the run wants: training kind, adapter name, effective config,\n" +
 			"precision, data, optimizer, scheduler, random number streams, state files, execution provenance, auxiliary\n" +
-			"state. What it leaves out can't be told.\n\n" + longCheck,
+			"state. What it leaves out can't be told. doc/api.md has all members, with an example.\n\n" + longCheck,
 		Example: "  kiln-pull check-resume 127.0.0.1:5000/team/sql:step-100 --base ./model --request request.json",
 		Args:    cli.Args("DIR|REF"),
 		RunE: func(cmd *cobra.Command, args []string) error {

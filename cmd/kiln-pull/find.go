@@ -239,6 +239,10 @@ func (f *findFlags) reference(ctx context.Context, s *subject, ref client.Refere
 		return err
 	case api.KindStatement:
 		return nil
+	case "":
+		err := cli.Usagef("%s is of no kind that is known: neither its artifact type nor its annotation %s says what it is, and "+
+			"no base shows in its files: %w", s.plan.Reference(), api.AnnotationKind, s.plan.NoBase)
+		return cli.Hint(err, "an eval is pushed with kiln-push eval, or with --artifact-type "+api.ArtifactTypeEval)
 	}
 	if s.aggregate = s.plan.Aggregate; s.aggregate.IsZero() {
 		err = fmt.Errorf("%s: %w: %w", s.plan.Reference(), transfer.ErrNoIdentity, s.plan.NoBase)

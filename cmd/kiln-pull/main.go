@@ -191,6 +191,7 @@ func explainMade(err error) error {
 	var refused *artifact.Error
 	var health *transfer.HealthError
 	var manifest *identity.Error
+	var other *folder.KindError
 	var path *fs.PathError
 	switch {
 	case errors.As(err, &refused) && refused.Code == artifact.CodeNotRegular:
@@ -204,7 +205,7 @@ func explainMade(err error) error {
 		return explained(err, cli.CodeUsage, "")
 	case errors.As(err, &health) && cli.Code(err) == cli.CodeNotFound:
 		return explained(err, cli.CodeNotFound, "check the address: that of the server alone, or its /health")
-	case errors.Is(err, made.ErrNotMade):
+	case errors.Is(err, made.ErrNotMade), errors.As(err, &other) && other.Want != api.KindBase:
 		return explained(err, cli.CodeUsage,
 			"check-adapter is asked about an adapter, check-eval about an eval, check-resume about a checkpoint")
 	case errors.Is(err, transfer.ErrNoIdentity):

@@ -70,7 +70,11 @@ func (f *findFlags) writeTable(ctx context.Context, c *client.Client, s subject,
 	scores = append(scores, longer...)
 	if len(scores)+len(omitted) == 0 {
 		err := fmt.Errorf("%s: no eval of %s that may be seen has a run", s.registry, s.aggregate)
-		return cli.Hint(cli.Exit(cli.CodeNotFound, err), "kiln-pull find without --table lists what is there")
+		hint := "kiln-pull find without --table lists what is there"
+		if f.name+f.since+f.binding+f.repo != "" {
+			hint = "no run passes the filters, which are about the evals, --name too; without them there may be more"
+		}
+		return cli.Hint(cli.Exit(cli.CodeNotFound, err), hint)
 	}
 	show.Sort(scores)
 	return errors.Join(show.WriteScores(stdout, scores, f.JSON), show.WriteOmitted(stdout, omitted, f.JSON))

@@ -98,21 +98,21 @@ var hints = map[string]string{
 	RuleInputSize:               "no tool writes one this large: check that it is the right file",
 	RuleSchemaVersion:           "write it anew with a version that is read",
 	RuleDocumentType:            "check that it is the right file",
-	RuleShape:                   "push the archived job, or the answer of GET /v1/eval/jobs/{id}",
+	RuleShape:                   "take the archived job, or the answer of GET /v1/eval/jobs/{id}",
 	RuleDigestForm:              "give the digest in the form of this member",
-	RuleAgreement:               "one of the two was changed: push the document as its tool wrote it",
-	RuleSelfDigest:              "the document was changed after it was written: push the original",
-	RuleFileMissing:             "push every file that the document names",
-	RuleFileExtra:               "push only the files that the document names",
+	RuleAgreement:               "one of the two was changed: take the document as its tool wrote it",
+	RuleSelfDigest:              "the document was changed after it was written: take the original",
+	RuleFileMissing:             "take every file that the document names",
+	RuleFileExtra:               "take only the files that the document names",
 	RuleFileKind:                "put an independent copy of the file in its place",
-	RuleFileSize:                "the file was cut off or replaced: push the original",
-	RuleFileDigest:              "the file was changed after the document was written: push the original",
-	RuleBaseConflict:            "push it with the base that it was made from",
-	RuleBases:                   "split the file by base, and push each part",
+	RuleFileSize:                "the file was cut off or replaced: take the original",
+	RuleFileDigest:              "the file was changed after the document was written: take the original",
+	RuleBaseConflict:            "name the base that it was made from",
+	RuleBases:                   "split the file by base",
 }
 
 // defaultHint is the hint of all other rules.
-const defaultHint = "push the document as its tool wrote it"
+const defaultHint = "take the document as its tool wrote it"
 
 // Error says why a document is refused: by which rule, at which place, with which values, and what to do.
 type Error struct {
