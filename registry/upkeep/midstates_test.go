@@ -5,8 +5,10 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
@@ -238,5 +240,61 @@ func TestFolderInPlaceOfBlob(t *testing.T) {
 				t.Errorf("kept: %q, %v", kept, err)
 			}
 		})
+	}
+}
+
+type segments = blobstore.Segments
+
+// inParts is a store whose reads are noted, and of which some have a wrong byte.
+type inParts struct {
+	blobstore.Store
+	segments // by another name, as the method has that of the interface
+	opened   []int64
+	spoil    func(off int64) bool
+}
+
+func (s *inParts) Open(ctx context.Context, i blobstore.Info, off, n int64) (io.ReadCloser, error) {
+	s.opened = append(s.opened, off)
+	body, err := s.Store.Open(ctx, i, off, n)
+	if err != nil || s.spoil == nil || !s.spoil(off) {
+		return body, err
+	}
+	defer body.Close()
+	b, err := io.ReadAll(body)
+	if len(b) > 0 {
+		b[len(b)/2] ^= 1
+	}
+	return io.NopCloser(bytes.NewReader(b)), err
+}
+
+// TestScrubInParts: a blob that has midstates is read once, in parts; what is read wrong there is read again in order,
+// and that decides.
+func TestScrubInParts(t *testing.T) {
+	if lanes.Width() == 1 {
+		t.Log("streams don't share a core with this kernel")
+		return
+	}
+	s := &inParts{}
+	r := newRig(t, func(r *rig) {
+		r.wrap = func(st blobstore.Store) blobstore.Store {
+			s.Store, s.segments = st, st.(blobstore.Segments)
+			return s
+		}
+	})
+	d := r.blob("a", parted(4))
+	for name, c := range map[string]struct {
+		spoil   func(off int64) bool
+		verdict upkeep.Verdict
+		opened  []int64
+	}{
+		"right":         {nil, upkeep.Good, []int64{0, segment, 2 * segment}},
+		"wrong at once": {func(off int64) bool { return off == segment }, upkeep.Unsteady, []int64{0, segment, 2 * segment, 0}},
+		"wrong always":  {func(int64) bool { return true }, upkeep.Damaged, []int64{0, segment, 2 * segment, 0, 0}},
+	} {
+		s.opened, s.spoil = nil, c.spoil
+		_, found := r.scrub(d)
+		if f := found[d]; f.Verdict != c.verdict || !slices.Equal(s.opened, c.opened) {
+			t.Errorf("%s: %+v, read from %d", name, f, s.opened)
+		}
 	}
 }
