@@ -89,8 +89,12 @@ func (r *Registry) replay(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	re := replay{r: r, at: blobstore.Position(from), bases: map[string]identity.Aggregate{}, leftOut: string(note)}
-	if err := re.run(ctx); err != nil {
+	re := replay{r: r, at: blobstore.Position(from), bases: map[string]identity.Aggregate{}, leftOut: string(note),
+		late: map[member]struct{}{}}
+	if err = re.run(ctx); err == nil {
+		err = re.finish(ctx)
+	}
+	if err != nil {
 		return fmt.Errorf("bring the index level with the store: %w", err)
 	}
 	r.leftOut.Store(&re.leftOut)
@@ -99,7 +103,6 @@ func (r *Registry) replay(ctx context.Context) error {
 			"took", time.Since(began))
 	}
 	r.replayed.Store(int64(re.n))
-	r.kept.start(re.at)
 	r.indexed.Store(true)
 	r.state.CompareAndSwap(starting, ready)
 	return nil
@@ -211,8 +214,17 @@ type replay struct {
 	// leftOut names a ref that the index could not take, of this or an earlier start; empty: there is none.
 	leftOut string
 	unsaid  bool // the index does not have it yet
+	// late are the bases of which the store says that artifacts came before them, and hold a position before the first.
+	late map[member]struct{}
+	hold blobstore.Position
 	// keptOnly refuses, by errFindAgain, what the index or the blobs would be asked about.
 	keptOnly bool
+}
+
+// member is a manifest of a repository.
+type member struct {
+	repo   string
+	digest identity.Digest
 }
 
 // leftOutNote keeps leftOut in the index: what such a ref refers to must not be collected.
@@ -222,6 +234,8 @@ const leftOutNote = "left-out"
 const (
 	replayOps   = 512
 	replayBytes = 8 << 20
+	// adoptMost and adoptBytes are the most that one change adopts: artifacts, and about so many bytes of manifests.
+	adoptMost, adoptBytes = 256, 4 << 20
 )
 
 // run brings what is behind at into the index.
@@ -241,6 +255,81 @@ func (re *replay) run(ctx context.Context) error {
 		}
 	}
 	return re.flush(ctx)
+}
+
+// adopt binds the artifacts that refer to a base and came before it, as if they had come after it. It is a part of
+// decide, with holdTags, and inOrder of the base, without which nobody changes them; or of replay.
+func (r *Registry) adopt(ctx context.Context, base index.Record) error {
+	var puts []index.PutManifest
+	var found []string
+	size := 0
+	flush := func() error {
+		if len(puts) == 0 {
+			return nil
+		}
+		err := r.change(ctx, base.Repo, func(seq uint64) (refs []blobstore.Ref, ops []index.Op) {
+			for i, put := range puts {
+				put.Seq = seq
+				refs, ops = append(refs, refOf(put, found[i])), append(ops, put)
+			}
+			return refs, ops
+		})
+		puts, found, size = nil, nil, 0
+		return err
+	}
+	for late, err := range claims.LateOf(ctx, r.ix, base) {
+		if err != nil {
+			return err
+		}
+		put, kept, err := keepable(base.Repo, late.Manifest, late.Body, late.Finding)
+		if err != nil {
+			return err
+		}
+		put.Created = late.Record.Created
+		puts, found, size = append(puts, put), append(found, kept), size+len(put.Manifest)
+		if len(puts) == adoptMost || size >= adoptBytes {
+			if err := flush(); err != nil {
+				return err
+			}
+		}
+	}
+	return flush()
+}
+
+// mark tells the index how far it is level with the store.
+func (r *Registry) mark(ctx context.Context) error {
+	p := r.kept.begin()
+	defer r.kept.end(p, true)
+	return r.ix.Apply(ctx, index.Checkpoint{Position: uint64(r.kept.reach(p, 0))})
+}
+
+// finish binds what is not bound yet to the bases that artifacts came before: a process that put one ended in between.
+// Where that fails, the index stays level up to the first of them only, so that the next replay tries again.
+func (re *replay) finish(ctx context.Context) error {
+	r := re.r
+	if len(re.late) == 0 {
+		r.kept.start(re.at)
+		return nil
+	}
+	r.kept.start(re.hold)
+	p := r.kept.begin()
+	r.kept.reach(p, re.at)
+	for base := range re.late {
+		rec, err := r.ix.Get(ctx, base.repo, base.digest.String())
+		if errors.Is(err, index.ErrNotFound) {
+			continue
+		}
+		if err == nil {
+			err = r.adopt(ctx, rec)
+		}
+		if err != nil {
+			r.log.Error("not all artifacts that came before their base are bound to it: the next start tries again",
+				"repository", base.repo, "base", base.digest.String(), "error", err)
+			return ctx.Err()
+		}
+	}
+	r.kept.end(p, true)
+	return r.mark(ctx)
 }
 
 // errFindAgain: what was found of a manifest is not known, or by earlier rules, and found again while the index fills.
@@ -324,7 +413,11 @@ func (re *replay) flush(ctx context.Context) error {
 	if len(re.ops) == 0 && !re.unsaid {
 		return nil
 	}
-	err := re.r.ix.Apply(ctx, append(re.ops, index.Checkpoint{Position: uint64(re.at)},
+	level := re.at
+	if len(re.late) > 0 {
+		level = re.hold
+	}
+	err := re.r.ix.Apply(ctx, append(re.ops, index.Checkpoint{Position: uint64(level)},
 		index.Note{Name: leftOutNote, Value: []byte(re.leftOut)})...)
 	re.ops, re.bytes, re.unsaid = re.ops[:0], 0, false
 	clear(re.bases)
@@ -352,7 +445,8 @@ func (re *replay) manifest(ctx context.Context, ref blobstore.Ref) (index.Op, er
 		return nil, err
 	}
 	var put index.PutManifest
-	if was, kept := re.r.keptFinding(ref, m); kept && was.Rules >= classify.Rules {
+	was, kept := re.r.keptFinding(ref, m)
+	if kept && was.Rules >= classify.Rules {
 		put, err = recordOf(ref.Repo, m, ref.Manifest, was)
 	} else if re.keptOnly {
 		err = errFindAgain
@@ -361,6 +455,12 @@ func (re *replay) manifest(ctx context.Context, ref blobstore.Ref) (index.Op, er
 	}
 	if err != nil {
 		return nil, err
+	}
+	if was.Late {
+		if len(re.late) == 0 {
+			re.hold = re.at
+		}
+		re.late[member{ref.Repo, put.Digest}] = struct{}{}
 	}
 	re.bases[ref.Repo+"\x00"+put.Digest.String()] = identity.Aggregate{}
 	if put.Kind == api.KindBase {

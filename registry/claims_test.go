@@ -2,15 +2,20 @@ package registry_test
 
 import (
 	"bytes"
+	"context"
 	"fmt"
+	"os"
 	"path/filepath"
 	"strings"
+	"sync/atomic"
 	"testing"
 
 	"github.com/kiln-registry/kiln-registry/api"
+	"github.com/kiln-registry/kiln-registry/blobstore"
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/identity/documents"
 	"github.com/kiln-registry/kiln-registry/internal/testartifact"
+	"github.com/kiln-registry/kiln-registry/registry"
 )
 
 // plain is the manifest of an adapter without documents, about a subject.
@@ -257,6 +262,68 @@ func TestDerivedIsAboutBases(t *testing.T) {
 		a := s.put("team/statements", "s", m)
 		if c.good && a.status != 201 || !c.good && (a.status != 400 || !strings.Contains(a.String(), "is of kind")) {
 			t.Errorf("%s: %v", name, a)
+		}
+	}
+}
+
+// cutRefs are refs that end after so many puts, as those of a process that is killed.
+type cutRefs struct {
+	blobstore.Refs
+	left atomic.Int64
+}
+
+func (c *cutRefs) Put(ctx context.Context, refs ...blobstore.Ref) (blobstore.Position, error) {
+	if c.left.Add(-1) < 0 {
+		return 0, blobstore.ErrUnavailable
+	}
+	return c.Refs.Put(ctx, refs...)
+}
+
+// A base and the artifacts that came before it are bound to each other or not there, whenever the process ends: the
+// next start finishes what was begun, with the index that it left, and with one that is made anew.
+func TestBaseCutWhileItIsPut(t *testing.T) {
+	s := newServer(t)
+	agg, base := s.base("src/model", "v1", "m", "1")
+	body := s.want(200, "GET", api.PathManifest("src/model", "v1"), nil).body
+	const early = 9 // of a MiB each, so that one change does not adopt them all
+	for _, lost := range []bool{false, true} {
+		for puts, whole := int64(0), false; !whole; puts++ {
+			repo := fmt.Sprintf("%t/%d", lost, puts)
+			s.layer(repo, api.MediaTypeWeight, "m-0.safetensors", safetensors("1"))
+			s.manifest(repo, nil, nil)
+			for i := range early {
+				m := s.plain(repo, fmt.Sprint("early", i), base, map[string]string{"x": strings.Repeat("x", 1<<20)})
+				if a := s.put(repo, fmt.Sprint("early", i), m); a.status != 201 {
+					t.Fatal(a)
+				}
+			}
+			refs := new(cutRefs)
+			s.restart(func(c *registry.Config) {
+				refs.Refs = c.Refs
+				c.Refs = refs
+			})
+			refs.left.Store(puts)
+			whole = s.put(repo, "base", body).status == 201
+			if whole && puts < 4 || puts > 4 {
+				t.Fatalf("put whole: %v, by %d changes", whole, puts)
+			}
+			s.stop()
+			if lost {
+				if err := os.Remove(filepath.Join(s.dir, "index.db")); err != nil {
+					t.Fatal(err)
+				}
+			}
+			s.with = nil
+			s.start()
+			there := s.do("GET", api.PathManifest(repo, base.String()), nil).status == 200
+			n := len(get[api.ArtifactList](s, api.PathArtifacts(agg)+"?kind=adapter&repo="+repo).Artifacts)
+			if there != (puts > 0) || n != map[bool]int{true: early}[there] {
+				t.Errorf("%s: the base is there: %v, and bound to it are %d", repo, there, n)
+			}
+			s.reindexed(repo)
+			if store, index, err := s.reg.Positions(t.Context()); store != index || err != nil {
+				t.Errorf("%s: level up to %d of %d, %v", repo, index, store, err)
+			}
 		}
 	}
 }

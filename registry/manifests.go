@@ -27,8 +27,6 @@ const (
 	// largeText is the size in bytes from which shard indexes and documents are read one at a time. The index of a model
 	// of 4,096 shards and 100,000 tensors has about 8 MB.
 	largeText = 8 << 20
-	// adoptMost and adoptBytes are the most that one change adopts: artifacts, and about so many bytes of manifests.
-	adoptMost, adoptBytes = 256, 4 << 20
 )
 
 // Manifest returns a manifest of a repository, by tag or digest, with its exact bytes. ErrManifestUnknown.
@@ -96,55 +94,47 @@ func (r *Registry) PutManifest(
 		if err := claims.Settle(ctx, r.ix, push, &found); err != nil {
 			return err
 		}
-		put, kept, err := keepable(repo, m, body, found)
-		if err != nil {
-			return err
-		}
-		if rec, err = r.keep(ctx, put, kept, tags); err != nil {
-			return err
-		}
-		return r.adopt(ctx, rec)
+		rec, err = r.keepWhole(ctx, repo, m, body, found, tags)
+		return err
 	})
 	return rec, err
 }
 
-// adopt binds the artifacts that refer to a base and came before it, as if they had come after it. It is a part of
-// decide, with holdTags, and inOrder of the base, without which nobody changes them.
-func (r *Registry) adopt(ctx context.Context, base index.Record) error {
-	var puts []index.PutManifest
-	var found []string
-	size := 0
-	flush := func() error {
-		if len(puts) == 0 {
-			return nil
-		}
-		err := r.change(ctx, base.Repo, func(seq uint64) (refs []blobstore.Ref, ops []index.Op) {
-			for i, put := range puts {
-				put.Seq = seq
-				refs, ops = append(refs, refOf(put, found[i])), append(ops, put)
-			}
-			return refs, ops
-		})
-		puts, found, size = nil, nil, 0
-		return err
+// keepWhole keeps a manifest, and binds the artifacts that refer to it and came before it. If that ends in between the
+// next replay goes on with it: what was found of a base says whether there is anything to go on with, and until all is
+// done the index is not level with the refs behind it. It is a part of decide, with holdTags and inOrder.
+func (r *Registry) keepWhole(
+	ctx context.Context, repo string, m classify.Manifest, body []byte, f classify.Finding, tags []string,
+) (rec index.Record, err error) {
+	put, err := recordOf(repo, m, body, f)
+	if err != nil {
+		return rec, err
 	}
-	for late, err := range claims.LateOf(ctx, r.ix, base) {
+	for _, err := range claims.LateOf(ctx, r.ix, put.Record) {
 		if err != nil {
-			return err
+			return rec, err
 		}
-		put, kept, err := keepable(base.Repo, late.Manifest, late.Body, late.Finding)
-		if err != nil {
-			return err
-		}
-		put.Created = late.Record.Created
-		puts, found, size = append(puts, put), append(found, kept), size+len(put.Manifest)
-		if len(puts) == adoptMost || size >= adoptBytes {
-			if err := flush(); err != nil {
-				return err
-			}
-		}
+		f.Late = true
+		break
 	}
-	return flush()
+	kept, err := f.Encode(m)
+	if err != nil {
+		return rec, err
+	}
+	if !f.Late {
+		return r.keep(ctx, put, kept, tags, false)
+	}
+	ctx = context.WithoutCancel(ctx)
+	p := r.kept.begin()
+	if rec, err = r.keep(ctx, put, kept, tags, true); err != nil {
+		r.kept.end(p, true)
+		return rec, err
+	}
+	err = r.adopt(ctx, rec)
+	if r.kept.end(p, err == nil); err == nil {
+		err = r.mark(ctx)
+	}
+	return rec, err
 }
 
 // keepable makes what is kept of a manifest: its record, and the text of what was found of it.
@@ -165,9 +155,11 @@ func refOf(put index.PutManifest, found string) blobstore.Ref {
 	}
 }
 
-// keep makes a manifest, what was found of it and its tags durable, unless all of that is there. It is a part of decide,
-// with holdTags and inOrder.
-func (r *Registry) keep(ctx context.Context, put index.PutManifest, found string, tags []string) (index.Record, error) {
+// keep makes a manifest, what was found of it and its tags durable, unless all of that is there and it need not be kept
+// anew. It is a part of decide, with holdTags and inOrder.
+func (r *Registry) keep(
+	ctx context.Context, put index.PutManifest, found string, tags []string, anew bool,
+) (index.Record, error) {
 	put.Created = r.now()
 	old, err := r.ix.Get(ctx, put.Repo, put.Digest.String())
 	if err != nil && !errors.Is(err, index.ErrNotFound) {
@@ -192,7 +184,7 @@ func (r *Registry) keep(ctx context.Context, put index.PutManifest, found string
 		}
 		known = known && err == nil && at.Digest == put.Digest
 	}
-	if known && !r.kept.behind() {
+	if known && !anew && !r.kept.behind() {
 		return old, nil
 	}
 	err = r.change(ctx, put.Repo, func(seq uint64) ([]blobstore.Ref, []index.Op) {

@@ -17,8 +17,9 @@ const Rules = 4
 // Finding is what was found of a manifest when it was put. It is kept beside the manifest, as what it rests on, the
 // blobs and the manifest of the subject, may be gone or damaged by the time that it is needed again.
 type Finding struct {
-	Artifact     // but for the Claim
-	Rules    int // by which it was found
+	Artifact      // but for the Claim
+	Rules    int  // by which it was found
+	Late     bool // it is a base, and artifacts came before it that refer to it
 }
 
 // HasFacts says whether there is anything that documents say.
@@ -34,11 +35,12 @@ type finding struct {
 	Packaging identity.Digest    `json:"packaging,omitzero"`
 	Shards    []int              `json:"shards,omitempty"`
 	Facts     api.Facts          `json:"facts,omitzero"`
+	Late      bool               `json:"late,omitempty"`
 }
 
 // Encode returns the form in which the finding about m is kept: JSON.
 func (f Finding) Encode(m Manifest) (string, error) {
-	out := finding{f.Rules, f.Kind, f.State, f.Base, f.Evidence, f.Packaging, nil, f.Facts}
+	out := finding{f.Rules, f.Kind, f.State, f.Base, f.Evidence, f.Packaging, nil, f.Facts, f.Late}
 	if len(f.Shards.Shards) > 0 {
 		all, err := filesOf(m)
 		if err != nil {
@@ -65,7 +67,7 @@ func ParseFinding(m Manifest, kept string) (f Finding, err error) {
 	f = Finding{
 		Artifact: Artifact{Kind: in.Kind, State: in.State, Packaging: in.Packaging, Base: in.Aggregate,
 			Evidence: in.Evidence, Facts: in.Facts},
-		Rules: in.Rules,
+		Rules: in.Rules, Late: in.Late,
 	}
 	if len(in.Shards) == 0 {
 		return f, nil
