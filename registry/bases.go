@@ -416,6 +416,9 @@ func (r *Registry) getEvals(w *response, q *request) error {
 	if err != nil {
 		return err
 	}
+	if err := q.turn(w); err != nil {
+		return err
+	}
 	buf := pages.Get().(*[]byte)
 	defer pages.Put(buf)
 	b, next, err := r.desk.Evals(q.Context(), q.caller, a, q.values().Get("after"), n, *buf)
@@ -432,8 +435,11 @@ func (r *Registry) getEvals(w *response, q *request) error {
 }
 
 func (r *Registry) postCompatibility(w *response, q *request) error {
-	b, err := q.document(maxQuestionBytes)
+	b, err := q.document(maxQuestionBytes, q.memory.questions)
 	if err != nil {
+		return err
+	}
+	if err := q.turn(w); err != nil {
 		return err
 	}
 	req, err := answers.ParseCompatibility(b)
@@ -448,8 +454,11 @@ func (r *Registry) postCompatibility(w *response, q *request) error {
 }
 
 func (r *Registry) postCompare(w *response, q *request) error {
-	b, err := q.document(maxCompareBytes)
+	b, err := q.document(maxCompareBytes, q.memory.questions)
 	if err != nil {
+		return err
+	}
+	if err := q.turn(w); err != nil {
 		return err
 	}
 	req, err := answers.ParseCompare(b)

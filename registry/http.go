@@ -202,6 +202,7 @@ func (r *Registry) serve(rt route) http.HandlerFunc {
 		q := &request{Request: hr, id: requestID(hr.Header.Get(api.HeaderRequestID)), idle: r.idle, memory: r.memory}
 		q.body = &bounds.Body{From: hr.Body, Control: w.control, Idle: r.idle, Received: &r.traffic.received}
 		defer q.giveBack()
+		defer w.leavePlace()
 		w.Header().Set(api.HeaderRequestID, q.id)
 		ended := func(err error) {
 			did := Served{template, q.Method, w.status, q.body.N, w.n, time.Since(began), err}

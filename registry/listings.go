@@ -12,6 +12,7 @@ import (
 	"net/url"
 	"runtime"
 	"strconv"
+	"time"
 
 	"github.com/opencontainers/go-digest"
 	"github.com/opencontainers/image-spec/specs-go"
@@ -198,10 +199,58 @@ func (w *response) next(path string, query url.Values) {
 // memory is what all requests together may hold in memory of documents that are not small, and of answers that are
 // being made.
 type memory struct {
-	bodies  *bounds.Budget // documents on their way here
-	parsed  *bounds.Budget // what documents become when they are read
-	answers *bounds.Budget // answers on their way to clients
-	places  chan struct{}  // each is an answer that is being made
+	bodies    *bounds.Budget // documents on their way here
+	pushes    parsing        // of manifests that are put
+	questions parsing        // of /v1
+	chores    *bounds.Budget // documents that are read again without a request
+	answers   *bounds.Budget // answers on their way to clients
+	places    chan struct{}  // each is an answer that is being made
+	turns     *bounds.Entry  // each is a question that is being answered of documents
+}
+
+// parsing is what requests of one sort may hold of texts while they are parsed: those of one sort wait for no others.
+// Whoever waits for documents may have a body, and never the other way round.
+type parsing struct {
+	bodies    *bounds.Entry // of the requests themselves
+	documents *bounds.Entry // in blobs
+	idle      time.Duration
+}
+
+func newParsing(idle time.Duration) parsing {
+	entry := func() *bounds.Entry { return bounds.NewEntry(budget, parsedSize*smallDocument, maxWaiting) }
+	return parsing{entry(), entry(), idle}
+}
+
+// read waits until documents of size bytes of text may be read. errMuch.
+func (p parsing) read(ctx context.Context, size int64) (*bounds.Loan, error) {
+	return wait(ctx, p.idle, p.documents, parsedSize*size)
+}
+
+// admit is read for a question.
+func (m *memory) admit(ctx context.Context, size int64) (release func(), err error) {
+	loan, err := m.questions.read(ctx, size)
+	return loan.Return, err
+}
+
+// wait waits for n bytes for the idle time. errMuch.
+func wait(ctx context.Context, idle time.Duration, e *bounds.Entry, n int64) (*bounds.Loan, error) {
+	limited, cancel := context.WithTimeout(ctx, idle)
+	defer cancel()
+	loan, err := e.Wait(limited, n)
+	if err != nil {
+		return nil, cmp.Or(ctx.Err(), error(errMuch))
+	}
+	return loan, nil
+}
+
+// turn waits until a question may be answered of documents: a few are at a time. The request leaves its place with the
+// first byte of the answer. errMuch.
+func (q *request) turn(w *response) error {
+	loan, err := wait(q.Context(), q.idle, q.memory.turns, 1)
+	if err == nil {
+		w.leave = loan.Return
+	}
+	return err
 }
 
 const (
@@ -211,19 +260,23 @@ const (
 	budget = 64 << 20
 	// parsedSize is by how much more a document takes that was parsed than its bytes: so much in the worst case.
 	parsedSize = 8
+	// maxWaiting is how many requests may wait for one thing. Whoever comes then is turned away at once.
+	maxWaiting = 256
 	// minPlaces is how many answers may be made at once where there are few processors. It takes no waiting for others.
 	minPlaces = 4
 )
 
-func newMemory() *memory {
+func newMemory(idle time.Duration) *memory {
+	places := max(minPlaces, runtime.GOMAXPROCS(0))
 	return &memory{
-		bodies: bounds.NewBudget(budget), parsed: bounds.NewBudget(budget), answers: bounds.NewBudget(2 * budget),
-		places: make(chan struct{}, max(minPlaces, runtime.GOMAXPROCS(0))),
+		bodies: bounds.NewBudget(budget), pushes: newParsing(idle), questions: newParsing(idle),
+		chores: bounds.NewBudget(budget), answers: bounds.NewBudget(2 * budget), places: make(chan struct{}, places),
+		turns: bounds.NewEntry(int64(places), int64(places), maxWaiting),
 	}
 }
 
 // errMuch: the memory for documents is taken.
-var errMuch = api.Errorf(api.CodeUnavailable, "many large documents are on their way; try again soon")
+var errMuch = api.Errorf(api.CodeUnavailable, "many documents are being read; try again soon")
 
 // borrow takes n bytes of a budget until the request has been answered. It waits for them for the idle time.
 func (q *request) borrow(b *bounds.Budget, n int64) (*bounds.Loan, error) {
@@ -245,9 +298,9 @@ func (q *request) giveBack() {
 	q.loans = nil
 }
 
-// document reads the body of at most limit bytes. What a large one takes of memory, also when it is parsed, is the
-// request's until it has been answered.
-func (q *request) document(limit int64) ([]byte, error) {
+// document reads the body of at most limit bytes, which is to be parsed. What it takes of memory is the request's until
+// it has been answered.
+func (q *request) document(limit int64, as parsing) ([]byte, error) {
 	if q.ContentLength > limit {
 		// Many clients look for an answer only once they have sent the body.
 		_, _ = io.CopyN(io.Discard, q.body, min(q.ContentLength, 4*limit))
@@ -264,9 +317,9 @@ func (q *request) document(limit int64) ([]byte, error) {
 		return nil, api.Errorf(api.CodeParameterInvalid, "read body: %v", err)
 	case int64(len(b)) > limit:
 		return nil, api.Errorf(api.CodeContentTooLarge, "body has more than %d bytes", limit)
-	case len(b) > smallDocument:
-		_, err = q.borrow(q.memory.parsed, parsedSize*int64(len(b)))
 	}
+	loan, err := wait(q.Context(), q.idle, as.bodies, parsedSize*int64(len(b)))
+	q.loans = append(q.loans, loan)
 	return b, err
 }
 

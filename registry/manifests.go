@@ -24,9 +24,6 @@ import (
 const (
 	// maxTagParams is how many tags one PUT of a manifest may move.
 	maxTagParams = 64
-	// largeText is the size in bytes from which shard indexes and documents are read one at a time. The index of a model
-	// of 4,096 shards and 100,000 tensors has about 8 MB.
-	largeText = 8 << 20
 )
 
 // Manifest returns a manifest of a repository, by tag or digest, with its exact bytes. ErrManifestUnknown.
@@ -78,7 +75,7 @@ func (r *Registry) PutManifest(
 		return index.Record{}, err
 	}
 	defer r.inOrder(repo, d, m.Subject)()
-	found, err := r.findIn(ctx, r.heads.Over(held{r.store}), m)
+	found, err := r.findPushed(ctx, m)
 	var u unreadable
 	if errors.As(err, &u) {
 		r.scrubber.Unreadable(ctx, u.digest, u.err)
@@ -380,33 +377,28 @@ func quoted(name string) string {
 // find says what a manifest is, from the manifest and the blobs it names. With what its repository says of it, see
 // claims.Settle, that is all that is found of it.
 func (r *Registry) find(ctx context.Context, m classify.Manifest) (classify.Finding, error) {
-	return r.findIn(ctx, held{r.store}, m)
+	loan, err := r.memory.chores.Take(ctx, parsedSize*m.TextSize())
+	if err != nil {
+		return classify.Finding{}, err
+	}
+	defer loan.Return()
+	return findIn(ctx, held{r.store}, m)
 }
 
-// findIn is find with what is known of the blobs, which were seen to be there.
-func (r *Registry) findIn(ctx context.Context, b classify.Blobs, m classify.Manifest) (classify.Finding, error) {
-	defer r.admitText(m.TextSize())()
+// findPushed is find for a request to put the manifest, whose blobs were seen to be there. ErrUnavailable.
+func (r *Registry) findPushed(ctx context.Context, m classify.Manifest) (classify.Finding, error) {
+	loan, err := r.memory.pushes.read(ctx, m.TextSize())
+	if err != nil {
+		return classify.Finding{}, err
+	}
+	defer loan.Return()
+	return findIn(ctx, r.heads.Over(held{r.store}), m)
+}
+
+func findIn(ctx context.Context, b classify.Blobs, m classify.Manifest) (classify.Finding, error) {
 	a, err := classify.Classify(ctx, b, m)
 	a.Claim = identity.Aggregate{} // what it comes to is in the rest
 	return classify.Finding{Artifact: a, Rules: classify.Rules}, err
-}
-
-// admitText waits until a text of that many bytes may be held in memory, and parsed. release says that it is no more.
-func (r *Registry) admitText(size int64) (release func()) {
-	if size > largeText {
-		r.large <- struct{}{}
-	}
-	if size > classify.Heavy {
-		r.heavy.Lock()
-	}
-	return func() {
-		if size > classify.Heavy {
-			r.heavy.Unlock()
-		}
-		if size > largeText {
-			<-r.large
-		}
-	}
 }
 
 // recordOf makes the record of a manifest of what was found of it.
@@ -557,7 +549,7 @@ func (r *Registry) putManifest(w *response, q *request) error {
 			return err
 		}
 	}
-	body, err := q.document(api.MaxManifestBytes)
+	body, err := q.document(api.MaxManifestBytes, q.memory.pushes)
 	if err != nil {
 		return err
 	}

@@ -18,7 +18,6 @@ import (
 	"github.com/kiln-registry/kiln-registry/internal/testartifact"
 	"github.com/kiln-registry/kiln-registry/registry/access"
 	"github.com/kiln-registry/kiln-registry/registry/answers"
-	"github.com/kiln-registry/kiln-registry/registry/classify"
 	"github.com/kiln-registry/kiln-registry/registry/upkeep"
 )
 
@@ -92,9 +91,9 @@ func TestResumeRequestIsWeighed(t *testing.T) {
 		t.Error(a)
 	}
 	var weights []int64
-	desk := answers.Desk{Index: s.ix, Blobs: storeOf{s.store}, Admit: func(n int64) func() {
+	desk := answers.Desk{Index: s.ix, Blobs: storeOf{s.store}, Admit: func(_ context.Context, n int64) (func(), error) {
 		weights = append(weights, n)
-		return func() {}
+		return func() {}, nil
 	}}
 	caller, err := access.Open().Caller(httptest.NewRequest("GET", "/", nil))
 	if err != nil {
@@ -106,7 +105,7 @@ func TestResumeRequestIsWeighed(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if len(weights) != 2 || weights[0] > classify.Heavy || weights[1] <= classify.Heavy {
+	if len(weights) != 2 || weights[0] > 64<<10 || weights[1] <= 800<<10 {
 		t.Errorf("%d", weights)
 	}
 }

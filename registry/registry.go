@@ -99,10 +99,8 @@ type Registry struct {
 	indexed  atomic.Bool  // the index was brought level with the store and is not being made anew
 	resets   atomic.Int64 // times that the index was emptied to be made anew
 	writes   sync.RWMutex // held for writing while the index is rebuilt
-	heavy    sync.Mutex   // held while a manifest is classified that takes much memory
 	kept     watermark
 	replayed atomic.Int64   // refs that the last replay brought into the index
-	large    chan struct{}  // has room for one: the classification that holds a large shard index in memory
 	handles  sync.Map       // by id: the *handle of each upload that this process has used and that has not ended
 	heads    classify.Heads // of blobs that were uploaded of late
 
@@ -132,7 +130,7 @@ func New(c Config) (*Registry, error) {
 	}
 	r := &Registry{
 		store: c.Store, refs: c.Refs, uploads: c.Uploads, ix: c.Index, access: c.Access, log: c.Log, tempDir: c.TempDir,
-		version: c.Version, now: c.Clock, idle: c.IdleTimeout, large: make(chan struct{}, 1), memory: newMemory(),
+		version: c.Version, now: c.Clock, idle: c.IdleTimeout,
 		readOnly: c.ReadOnly, observe: c.Observe, metrics: c.Metrics, immutable: c.Immutable,
 	}
 	if r.now == nil {
@@ -141,6 +139,7 @@ func New(c Config) (*Registry, error) {
 	if r.idle <= 0 {
 		r.idle = defaultIdle
 	}
+	r.memory = newMemory(r.idle)
 	r.verify = c.VerifyReads
 	if r.lease = c.Lease; r.lease <= 0 {
 		r.lease = defaultLease
@@ -153,7 +152,7 @@ func New(c Config) (*Registry, error) {
 	r.scrubber = upkeep.NewScrubber(c.Store, c.Index, c.Log, r.now, r.aside.changed)
 	r.scrubber.ReadOnly, r.scrubber.Refs, r.scrubber.Names, r.scrubber.Still = c.ReadOnly, c.Refs, namesOf, r.still
 	r.pruner = newPruner(r)
-	r.desk = &answers.Desk{Index: c.Index, Blobs: held{c.Store}, Admit: r.admitText}
+	r.desk = &answers.Desk{Index: c.Index, Blobs: held{c.Store}, Admit: r.memory.admit}
 	r.router = newRouter(r)
 	if was := c.Index.Renewed(); was != 0 {
 		c.Log.Info("the index was of an earlier format: it is made anew from the store", "format", was)

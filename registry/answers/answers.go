@@ -24,8 +24,9 @@ import (
 type Desk struct {
 	Index *index.Index
 	Blobs Blobs
-	// Admit waits until a text of that many bytes may be held in memory. release says that it is no more.
-	Admit func(size int64) (release func())
+	// Admit waits until a text of that many bytes may be held in memory, and parsed. release says that it is no more; it
+	// is to be called also after an error, such as that of ctx.
+	Admit func(ctx context.Context, size int64) (release func(), err error)
 }
 
 // Blobs are those of a store.

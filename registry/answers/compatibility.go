@@ -94,9 +94,8 @@ type subject struct {
 	release func()
 }
 
-// treeWeight is for how many bytes of text each byte of a resume request counts, which is compared as a tree of values:
-// requests of more than 64 KiB are answered one at a time.
-const treeWeight = classify.Heavy / (64 << 10)
+// treeWeight is for how many bytes of text each byte of a resume request counts, which is compared as a tree of values.
+const treeWeight = 8
 
 // subject finds the artifact of a question, and reads its documents. release is to be called also after an error.
 func (v *view) subject(req api.CompatibilityRequest, kind api.Kind) (s subject, err error) {

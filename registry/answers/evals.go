@@ -213,7 +213,10 @@ func (v *view) read(rec index.Record, weigh func(text int64) int64) (
 	if err != nil {
 		return docs, release, err
 	}
-	release = v.Admit(weigh(m.TextSize()))
+	release, err = v.Admit(v.ctx, weigh(m.TextSize()))
+	if err != nil {
+		return docs, release, err
+	}
 	docs, err = classify.Read(v.ctx, v.Blobs, m)
 	return docs, release, err
 }

@@ -5,6 +5,7 @@ package bounds
 
 import (
 	"context"
+	"errors"
 	"sync/atomic"
 	"time"
 
@@ -66,3 +67,43 @@ func (l *Loan) Overdue(patience time.Duration) bool {
 	}
 	return time.Since(time.Unix(0, l.of.wanted.Load())) <= patience
 }
+
+// ErrFull is the error of a request that too many others are waiting before.
+var ErrFull = errors.New("too many requests are waiting")
+
+// Entry admits requests to what takes memory: each waits for its part of a budget, first come, first served, until it
+// gets it or goes away. Small parts have a budget of their own, so that they don't wait for large ones. It is safe for
+// concurrent use.
+type Entry struct {
+	small, large *Budget
+	least, most  int64 // of a part that is large, of those that wait
+	waiting      atomic.Int64
+}
+
+// NewEntry returns an entry with a budget of so many bytes, and another of as many for parts of up to small. Of those
+// who wait it takes at most waiting; whoever comes then is turned away.
+func NewEntry(budget, small, waiting int64) *Entry {
+	return &Entry{small: NewBudget(budget), large: NewBudget(budget), least: small, most: waiting}
+}
+
+// Wait is Take of the budget for n bytes. The error is ErrFull, at once, or that of ctx.
+func (e *Entry) Wait(ctx context.Context, n int64) (*Loan, error) {
+	of := e.small
+	if n > e.least {
+		of = e.large
+	}
+	if err := ctx.Err(); err != nil {
+		return nil, err
+	}
+	if l := of.Try(n); l != nil {
+		return l, nil
+	}
+	defer e.waiting.Add(-1)
+	if e.waiting.Add(1) > e.most {
+		return nil, ErrFull
+	}
+	return of.Take(ctx, n)
+}
+
+// Waiting returns how many wait.
+func (e *Entry) Waiting() int64 { return e.waiting.Load() }

@@ -38,7 +38,11 @@ func (b *Body) Read(p []byte) (int, error) {
 	n, err := b.From.Read(p)
 	b.N += int64(n)
 	b.Received.Add(int64(n))
-	if err != nil && err != io.EOF {
+	switch err {
+	case nil:
+	case io.EOF: // from here on the connection is read to see whether the client goes away, for as long as that takes
+		_ = b.Control.SetReadDeadline(time.Time{})
+	default:
 		b.Err = err
 	}
 	return n, err

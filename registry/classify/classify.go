@@ -160,8 +160,8 @@ type file struct {
 // files are the named layers of a manifest, by name.
 type files map[string]file
 
-// TextSize returns the size in bytes of the largest text that Classify may read: of a shard index or a document; 0 if
-// there is none.
+// TextSize returns the size in bytes of the texts that Classify may read and hold together: of a shard index, or of up to
+// four documents; 0 if there is none.
 func (m Manifest) TextSize() (size int64) {
 	all, err := filesOf(m)
 	if err != nil || m.IsIndex() {
@@ -172,10 +172,15 @@ func (m Manifest) TextSize() (size int64) {
 		return 0
 	}
 	texts, limit := all.texts(kind)
+	var largest [4]int64 // an adapter has so many: its manifest, config, receipt, and a checkpoint manifest beside them
 	for _, f := range texts {
-		if f.Size <= limit { // others are not read
-			size = max(size, f.Size)
+		if f.Size <= limit && f.Size > largest[0] { // larger ones are not read
+			largest[0] = f.Size
+			slices.Sort(largest[:])
 		}
+	}
+	for _, n := range largest {
+		size += n
 	}
 	return size
 }
@@ -333,10 +338,6 @@ func choose(ctx context.Context, blobs Blobs, all files, layers int) (choice, er
 	}
 	return c, nil
 }
-
-// Heavy is the TextSize from which classifying takes memory by the hundred megabytes: for a shard index far beyond what
-// a model has, or an eval with all its completions. Do one of those at a time.
-const Heavy = 4 << 20
 
 // readIndex reads the shard index. One that is too large, or in an archive, is read as empty: it is no index then.
 func readIndex(ctx context.Context, blobs Blobs, all files) ([]byte, error) {

@@ -80,6 +80,9 @@ func read(ctx context.Context, blobs Blobs, f file, limit int64) ([]byte, error)
 	if f.Size > limit {
 		return nil, tooLarge(f, limit)
 	}
+	if err := ctx.Err(); err != nil {
+		return nil, err
+	}
 	r, err := blobs.Open(ctx, f.Digest, 0, -1)
 	if err != nil {
 		return nil, err
