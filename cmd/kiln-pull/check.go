@@ -185,12 +185,13 @@ type side struct {
 	Checked   string             `json:"checked,omitempty"` // how files were compared with documents
 	Legacy    bool               `json:"legacy,omitempty"`
 	Absent    bool               `json:"no_base_identity,omitempty"` // the server says so
+	Conflict  string             `json:"conflict,omitempty"`         // that its subject is of another base
 	Disputed  string             `json:"disputed,omitempty"`         // why statements about its base decide nothing
 }
 
 func sides(a made.Artifact, h made.Here) (artifact, base side) {
 	artifact = side{Name: a.Reference, Checked: a.Checked, Legacy: a.Legacy, Evidence: a.Binding().Evidence,
-		Disputed: a.Disputed}
+		Disputed: a.Disputed, Conflict: a.Conflict}
 	if is := a.Aggregate(); !is.IsZero() {
 		artifact.Aggregate, artifact.Source = is.String(), a.Binding().Where()
 	}
@@ -220,6 +221,9 @@ func (s side) line() string {
 // head writes what an answer is about.
 func head(w io.Writer, kind api.Kind, artifact, base side) {
 	fmt.Fprintf(w, "%s\t%s\nmade from\t%s\n", kind, client.Escape(artifact.Name), client.Escape(artifact.line()))
+	if artifact.Conflict != "" {
+		fmt.Fprintf(w, "conflict\t%s\n", client.Escape(artifact.Conflict))
+	}
 	if base.Name != "" {
 		fmt.Fprintf(w, "base\t%s: %s\n", client.Escape(base.Name), base.line())
 	}

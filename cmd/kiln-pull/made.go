@@ -39,6 +39,9 @@ func (f *pullFlags) prepare(
 	if err != nil {
 		return nil, nil, err
 	}
+	if a.Conflict != "" {
+		f.warn(show, a.Conflict)
+	}
 	if f.against != "" {
 		if err := f.compare(ctx, c, a, show); err != nil {
 			return nil, nil, err
@@ -221,6 +224,7 @@ type madeFrom struct {
 	Source    string             `json:"source,omitempty"`
 	Legacy    bool               `json:"legacy,omitempty"`
 	Disputed  string             `json:"disputed,omitempty"` // why statements decide nothing
+	Conflict  string             `json:"conflict,omitempty"` // that its subject is of another base
 	NotProven []string           `json:"not_proven"`
 }
 
@@ -230,7 +234,7 @@ func (p pulled) madeFrom() *madeFrom {
 	}
 	b := p.made.Binding()
 	m := &madeFrom{Aggregate: b.Aggregate, Evidence: b.Evidence, Legacy: p.made.Legacy, Disputed: p.made.Disputed,
-		NotProven: api.NotProven}
+		Conflict: p.made.Conflict, NotProven: api.NotProven}
 	if !b.Aggregate.IsZero() {
 		m.Source = b.Where()
 	}

@@ -219,6 +219,9 @@ func claimed(p artifact.Pushed) string {
 	case p.Base.Evidence == documents.EvidenceNone:
 		return "not recorded" + archive
 	}
+	if p.Base.Note != "" {
+		archive += "; " + p.Base.Note
+	}
 	held := ""
 	switch h := p.Base.Held; {
 	case h != nil && *h:

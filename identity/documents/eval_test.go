@@ -206,6 +206,17 @@ func TestScoresCount(t *testing.T) {
 			t.Errorf("%s: %+v", c.new, s)
 		}
 	}
+	tries := strings.Replace(aRun, `"num_pass":1,`, ``, 1)
+	tries = strings.Replace(tries, `{"kind":"single"}`, `{"kind":"pass_at_k","k":4}`, 1)
+	tries = strings.Replace(tries, `"aggregated_outcomes"`, `"aggregated"`, 1)
+	before, rest, _ := strings.Cut(tries, `"outcomes":[`)
+	_, after, _ := strings.Cut(rest, `],"started_at"`)
+	tries = before + `"outcomes":[],"started_at"` + after
+	if e, err := ParseEval(withRun(t, tries)); err != nil {
+		t.Error(err)
+	} else if s := e.Scores()[0]; s.Aggregation != "pass_at_k" || s.K != 4 || s.Counted || s.Examples != 2 {
+		t.Errorf("%+v", s)
+	}
 	bare := strings.Replace(aRun, `"num_examples":2,`, ``, 1)
 	bare = strings.Replace(bare, `"aggregated_outcomes"`, `"aggregated"`, 1)
 	if e, err := ParseEval(withRun(t, bare)); err != nil || e.Scores()[0].Examples != 2 || e.Scores()[0].Passed != 1 {

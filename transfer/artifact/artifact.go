@@ -326,6 +326,9 @@ func (a *Artifact) claim() Claim {
 	switch {
 	case c.Evidence != documents.EvidenceNone:
 		c.Source = a.Base.Where()
+		if n := len(a.Rows.Shards); n > 1 {
+			c.Note = fmt.Sprintf("the first of %d bases that its rows name", n)
+		}
 	case a.BaseText != "":
 		c.Note = "base_model_name_or_path is a name and binds nothing"
 	}

@@ -37,6 +37,7 @@ type Artifact struct {
 	Record    resume.Made
 	Legacy    bool            // a Kiln record without the full manifest of its base
 	Disputed  string          // why bind statements, which alone name its base, decide nothing; empty: they agree, or are not needed
+	Conflict  string          // that its subject is of another base than it says itself; empty: it is not
 	Checked   string          // one sentence on how its files were compared with its documents
 	Weights   identity.Digest // of an adapter: of the file of its weights; zero: not known
 	// Checkpoint is the manifest of a checkpoint; nil for every other kind.
@@ -173,6 +174,9 @@ func Told(ctx context.Context, c *client.Client, plan transfer.Plan) (*Artifact,
 	where := x.Binding.Source
 	if x.Facts != nil {
 		a.Legacy, where = x.Facts.Legacy, cmp.Or(where, x.Facts.Source)
+		if c := x.Facts.Conflict; c != nil {
+			a.Conflict = fmt.Sprintf("its %s is of base %s, but %s says %s", c.DerivedAt, c.Derived, c.ClaimedAt, c.Claimed)
+		}
 	}
 	kind, path, _ := strings.Cut(where, " ")
 	b.Kind, b.Path = documents.Kind(kind), path

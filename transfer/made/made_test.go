@@ -236,7 +236,7 @@ func TestClaims(t *testing.T) {
 		"other annotation":     {sql, func(p *transfer.Plan) { p.Claim = other.String() }, "", "(base-conflict)"},
 		"annotation and subject": {peft, func(p *transfer.Plan) {
 			p.Claim, p.Subject = other.String(), base.Manifest
-		}, "", "(base-conflict)"},
+		}, documents.EvidenceAsserted, ""},
 		"odd annotation": {peft, func(p *transfer.Plan) { p.Claim = "x" }, "", api.AnnotationAggregate},
 		"file":           {sql, func(p *transfer.Plan) { p.Files = exchange(p) }, "", "(file-digest)"},
 	} {
@@ -250,6 +250,9 @@ func TestClaims(t *testing.T) {
 		}
 		if err != nil || a.Binding().Evidence != c.want {
 			t.Errorf("%s: %+v, %v", name, a.Binding(), err)
+		}
+		if conflict := name == "annotation and subject"; conflict != (a.Conflict != "") || conflict && a.Aggregate() != other {
+			t.Errorf("%s: %s, %q", name, a.Aggregate(), a.Conflict)
 		}
 	}
 	if _, err := made.Read(t.Context(), w.c, base); !errors.Is(err, made.ErrNotMade) {

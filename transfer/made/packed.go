@@ -64,7 +64,8 @@ func (p packed) entries() (entries []documents.Entry) {
 }
 
 // claims joins what the manifest says about the base with what the documents say. Two that differ are a
-// *documents.Error.
+// *documents.Error. A subject of another base is none of these: it may have come later, and what the artifact says itself
+// stands, as it does in the registry.
 func (p packed) claims(ctx context.Context, c *client.Client, a *Artifact) (err error) {
 	all := []documents.Binding{a.Binding()}
 	if p.Claim != "" {
@@ -80,7 +81,16 @@ func (p packed) claims(ctx context.Context, c *client.Client, a *Artifact) (err 
 	if err != nil {
 		return err
 	}
-	all = append(all, subject)
+	own := all[len(all)-1]
+	if own.Aggregate.IsZero() {
+		own = all[0]
+	}
+	if a.Of(subject.Aggregate).differs(own, subject) {
+		a.Conflict = fmt.Sprintf("its subject %s is of base %s, but %s says %s", p.Subject, subject.Aggregate, own.Where(),
+			own.Aggregate)
+	} else {
+		all = append(all, subject)
+	}
 	if len(a.rows.Shards) > 1 { // who claims one of several bases agrees, and says less
 		all = slices.DeleteFunc(all[1:], func(b documents.Binding) bool { return a.Of(b.Aggregate).Aggregate() == b.Aggregate })
 		all = append(all, a.Binding())
@@ -93,6 +103,12 @@ func (p packed) claims(ctx context.Context, c *client.Client, a *Artifact) (err 
 		a.Record.Binding = best
 	}
 	return err
+}
+
+// differs says whether a subject is of another base than the artifact says itself, in none of its outcome rows.
+func (a Artifact) differs(own, subject documents.Binding) bool {
+	is := subject.Aggregate
+	return !is.IsZero() && !own.Aggregate.IsZero() && is != own.Aggregate && is != a.Aggregate()
 }
 
 // stated is what bind statements say about the base, as the registry has them. A registry that keeps none says nothing;

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"strings"
 	"testing"
@@ -355,5 +356,65 @@ func TestScores(t *testing.T) {
 	if err := WriteScores(&b, scores, true); err != nil || strings.Count(b.String(), "\n") != 6 ||
 		strings.Count(b.String(), `"weak":true`) != 3 {
 		t.Errorf("%v %s", err, b.String())
+	}
+}
+
+// What a reader must know of a row: that statements or a subject speak of another base, and how many bases rows name.
+func TestNotes(t *testing.T) {
+	stated, rows, subject := artifactOf(api.KindAdapter, "s"), artifactOf(api.KindEval, "r"), artifactOf(api.KindAdapter, "c")
+	stated.Binding.Evidence, stated.Binding.Source, stated.Bases = api.EvidenceAsserted, "statement "+digest("x").String(), 3
+	rows.Bases = 2
+	subject.Facts = &api.Facts{Conflict: &api.Conflict{Claimed: "sha256:a", ClaimedAt: "annotation", Derived: evil,
+		DerivedAt: "subject sha256:b"}}
+	var b bytes.Buffer
+	out := NewRows(&b, "host:1", false)
+	for _, x := range []api.Artifact{stated, rows, subject} {
+		out.Artifact(x)
+	}
+	tree := Tree{Artifact: &subject, Uses: []Node{{Link: api.Link{Artifact: &stated}}}}
+	if err := errors.Join(out.Flush(), tree.Write(&b, "host:1", false)); err != nil {
+		t.Fatal(err)
+	}
+	got := b.String()
+	for _, want := range []string{
+		"asserted  ?     ", "cannot tell: bind statements disagree about its base: they name 3\n", "  rows of 2 bases\n",
+		"  conflict: subject sha256:b is of x", "forged, but annotation says sha256:a\n", "(its subject is of another base)",
+		"\n    conflict: subject sha256:b is of", `(its base can't be told)`,
+	} {
+		if !strings.Contains(got, want) {
+			t.Errorf("no %q in\n%s", want, got)
+		}
+	}
+	if strings.Contains(got, "\nforged") || strings.Contains(got, "\x1b") {
+		t.Errorf("%q", got)
+	}
+}
+
+// A score says how it was counted, and what the document states instead; an adapter is itself by its bytes alone.
+func TestHowScoresAreCounted(t *testing.T) {
+	half, most := 0.5, 0.9
+	x := artifactOf(api.KindEval, "e")
+	weights := digest("weights")
+	x.Facts = &api.Facts{Eval: &api.EvalFacts{Runs: []api.EvalRun{
+		{Suite: "a", Adapter: "sql", AdapterContent: weights.String(), Aggregation: "pass_at_k", K: 4, Examples: 10, Passed: 5,
+			Accuracy: &half, Stated: &most},
+		{Suite: "b", Adapter: "sql", AdapterContent: digest("others").String(), Aggregation: "single", Examples: 10, Stated: &half},
+	}}}
+	var b bytes.Buffer
+	if err := WriteScores(&b, ScoresOf("host:1", x, Adapter{Name: "sql", Weights: weights}), false); err != nil {
+		t.Fatal(err)
+	}
+	for _, want := range []string{
+		`"sql" ` + weights.Hex()[:12] + " ", "  pass_at_k k=4  50.0% (stated: 90.0%)  ",
+		`"sql" (weak: by name; it records content ` + digest("others").Hex()[:12] + ")  single  ",
+		"  50.0% stated, not counted  -  ", "  10  ",
+	} {
+		squeezed := strings.Join(strings.Fields(b.String()), "  ")
+		if !strings.Contains(squeezed, strings.Join(strings.Fields(want), "  ")) {
+			t.Errorf("no %q in\n%s", want, b.String())
+		}
+	}
+	if all := ScoresOf("host:1", x, Adapter{}); all[0].Weak || all[1].Weak {
+		t.Errorf("%+v", all)
 	}
 }
