@@ -241,7 +241,7 @@ func (f *findFlags) reference(ctx context.Context, s *subject, ref client.Refere
 		return nil
 	case "":
 		err := cli.Usagef("%s is of no kind that is known: neither its artifact type nor its annotation %s says what it is, and "+
-			"no base shows in its files: %w", s.plan.Reference(), api.AnnotationKind, s.plan.NoBase)
+			"no base shows in its files: %v", s.plan.Reference(), api.AnnotationKind, s.plan.NoBase)
 		return cli.Hint(err, "an eval is pushed with kiln-push eval, or with --artifact-type "+api.ArtifactTypeEval)
 	}
 	if s.aggregate = s.plan.Aggregate; s.aggregate.IsZero() {

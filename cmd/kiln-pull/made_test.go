@@ -17,6 +17,7 @@ import (
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/identity/documents"
 	"github.com/kiln-registry/kiln-registry/internal/testartifact"
+	"github.com/kiln-registry/kiln-registry/transfer"
 	"github.com/kiln-registry/kiln-registry/transfer/artifact"
 	"github.com/kiln-registry/kiln-registry/transfer/folder"
 )
@@ -24,7 +25,7 @@ import (
 // madeCommands are the commands of the scripts about what is made from a base.
 var madeCommands = map[string]func(*testscript.TestScript, bool, []string){
 	"made": writeMade, "edit": edit, "without": without, "send": send, "serving": serving, "links": links, "relink": relink,
-	"provenance": provenance, "bind": bind, "many": many, "derive": derive,
+	"provenance": provenance, "foreign": foreign, "bind": bind, "many": many, "derive": derive,
 }
 
 // modelOf hashes a model folder; nil for one that is called none.
@@ -124,6 +125,23 @@ func pushArtifact(ts *testscript.TestScript, a *artifact.Artifact, ref client.Re
 	pushed, err := a.Push(context.Background(), c, ref, nil)
 	ts.Check(err)
 	ts.Setenv(name, pushed.Digest.String())
+}
+
+// foreign puts one file into the registry without a word of what it is, as other tools do: foreign FILE REF
+func foreign(ts *testscript.TestScript, _ bool, args []string) {
+	ctx := context.Background()
+	ref, err := client.ParseReference(args[1])
+	ts.Check(err)
+	c, err := client.New(ref.Host, client.Options{})
+	ts.Check(err)
+	defer c.Close()
+	text := []byte(ts.ReadFile(args[0]))
+	d, n := identity.Sum(text), int64(len(text))
+	u := transfer.NewUploader(c, ref.Repo, nil)
+	ts.Check(u.Send(ctx, transfer.Blob{Name: args[0], Digest: d, Size: n, Source: transfer.Bytes(text)}))
+	_, _, err = u.Put(ctx, transfer.Artifact{Type: "application/vnd.unknown.artifact.v1",
+		Layers: []transfer.Layer{{Name: args[0], Kind: folder.Doc, Digest: d, Size: n}}}, ref.Tag)
+	ts.Check(err)
 }
 
 // bind states that an artifact was made from a base: bind REF BASE [REASON]

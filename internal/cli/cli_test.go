@@ -159,3 +159,28 @@ func TestKilnLanes(t *testing.T) {
 		t.Error(err)
 	}
 }
+
+// An empty text is what a shell variable that is not set makes of a flag.
+func TestNoEmpty(t *testing.T) {
+	for args, want := range map[string]string{
+		"x --to= ": "--to is empty", "x --to=a": "", "x": "", "x --may=": "", "x --all=": "--all is empty",
+		"x --all=a --all=b": "",
+	} {
+		var to, may string
+		var all []string
+		root := &cobra.Command{Use: "root", PersistentPreRunE: NoEmpty("may")}
+		cmd := &cobra.Command{Use: "x", RunE: func(*cobra.Command, []string) error { return nil }}
+		cmd.Flags().StringVar(&to, "to", "default", "")
+		cmd.Flags().StringVar(&may, "may", "", "")
+		cmd.Flags().StringArrayVar(&all, "all", nil, "")
+		root.AddCommand(cmd)
+		var out, errs bytes.Buffer
+		code := visibly(t.Context(), func(ctx context.Context, args []string, stdout, stderr io.Writer) error {
+			return Execute(ctx, root, args, stdout, stderr)
+		}, strings.Fields(args), &out, &errs)
+		if wrong := want != ""; wrong != (code == CodeUsage) || wrong != (code != 0) || !strings.Contains(errs.String(), want) ||
+			wrong && !strings.Contains(errs.String(), "hint: leave it out") {
+			t.Errorf("%s: %d %s", args, code, &errs)
+		}
+	}
+}

@@ -86,8 +86,13 @@ func flagError(_ *cobra.Command, err error) error {
 func NoEmpty(except ...string) func(*cobra.Command, []string) error {
 	return func(cmd *cobra.Command, _ []string) (err error) {
 		cmd.Flags().Visit(func(f *pflag.Flag) {
-			value := f.Value.String()
-			if err == nil && (value == "" || value == `[""]`) && !slices.Contains(except, f.Name) {
+			texts := []string{"some"}
+			if list, is := f.Value.(pflag.SliceValue); is {
+				texts = list.GetSlice()
+			} else if f.Value.Type() == "string" {
+				texts = []string{f.Value.String()}
+			}
+			if err == nil && slices.Contains(texts, "") && !slices.Contains(except, f.Name) {
 				err = Hint(Usagef("--%s is empty", f.Name), "leave it out, or give it a value: is a shell variable not set?")
 			}
 		})
