@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"encoding/binary"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"hash/crc32"
@@ -449,4 +450,71 @@ func (t tx) any(prefix key) bool {
 		return true
 	}
 	return false
+}
+
+// listed is the value of a row by aggregate. JSON is that of an api.Artifact; where Binds is set it lacks the end, which
+// is notHeld or isHeld.
+type listed struct {
+	evidence []byte
+	boundBy  identity.Digest
+	binds    bool
+	json     []byte
+}
+
+// Flags of a listed.
+const (
+	flagBinds = 1 << iota
+	flagBoundBy
+)
+
+func encodeListed(r Record, binding Binding, bases int, tags []string, more bool) ([]byte, error) {
+	text, err := json.Marshal(wireOf(r, binding, bases, tags, more))
+	if err != nil {
+		return nil, fmt.Errorf("list %s@%s: %w", r.Repo, r.Digest, err)
+	}
+	flags := uint64(0)
+	if r.Kind != api.KindBase {
+		flags, text = flags|flagBinds, bytes.TrimSuffix(text, []byte(notHeld))
+	}
+	if !binding.BoundBy.IsZero() {
+		flags |= flagBoundBy
+	}
+	b := make(body, 0, len(text)+64)
+	b.uint(flags)
+	b.text(string(binding.Evidence))
+	if flags&flagBoundBy != 0 {
+		b.sum(binding.BoundBy)
+	}
+	return append(b, text...), nil
+}
+
+// decode reads a value without copying it.
+func (l *listed) decode(data []byte) error {
+	if len(data) < 2 || data[0] > flagBinds|flagBoundBy || data[1] >= 0x80 || len(data)-2 < int(data[1]) {
+		return errListed
+	}
+	flags, n := data[0], 2+int(data[1])
+	l.evidence, l.json, l.boundBy = data[2:n], data[n:], identity.Digest{}
+	if flags&flagBoundBy != 0 {
+		if len(l.json) < len(l.boundBy) {
+			return errListed
+		}
+		l.json = l.json[copy(l.boundBy[:], l.json):]
+	}
+	l.binds = flags&flagBinds != 0
+	return nil
+}
+
+var errListed = fmt.Errorf("%w: malformed listing", ErrDamaged)
+
+// appendTo appends the JSON of the artifact.
+func (l *listed) appendTo(b []byte, held bool) []byte {
+	b = append(b, l.json...)
+	switch {
+	case !l.binds:
+		return b
+	case held:
+		return append(b, isHeld...)
+	}
+	return append(b, notHeld...)
 }

@@ -41,7 +41,7 @@ const (
 	stateReset             = "reset" // there while Reset is at work; the last key of all
 	maxText                = 255     // bytes of a text in a key; api.MaxRepoBytes
 	maxKey                 = 1024    // bytes; the longest key has less than two texts, three digests and a time
-	formatVersion     byte = 6
+	formatVersion     byte = 7
 )
 
 // Parts of tableContent, which are the same in every repository, but for the holders.

@@ -2,12 +2,14 @@ package index
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/base64"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"iter"
+	"slices"
 
 	"github.com/kiln-registry/kiln-registry/api"
 	"github.com/kiln-registry/kiln-registry/identity"
@@ -74,6 +76,15 @@ func (t tx) bindings(r Record) (found []Binding, err error) {
 	if r.Kind == api.KindBase {
 		return nil, nil
 	}
+	found, err = t.stated(r)
+	if len(found) == 0 && r.Kind != "" {
+		found = []Binding{{Evidence: api.EvidenceNone}}
+	}
+	return found, err
+}
+
+// stated returns what the bind statements that count say of a manifest, the newest first, each base once.
+func (t tx) stated(r Record) (found []Binding, err error) {
 	n, prefix := 0, manifestKey(r.Repo, r.Digest, partBinding)
 	for k, v := range t.Range(prefix, after(prefix)) {
 		b, err := unseal(k, v)
@@ -85,25 +96,64 @@ func (t tx) bindings(r Record) (found []Binding, err error) {
 			return nil, errors.Join(err, fmt.Errorf("%w: malformed binding", ErrDamaged))
 		}
 		said := Binding{identity.Aggregate(base[0]), api.EvidenceAsserted, identity.Digest(k[len(prefix)+8:])}
-		found = addBinding(found, said)
+		if !slices.ContainsFunc(found, func(b Binding) bool { return b.Aggregate == said.Aggregate }) {
+			found = append(found, said)
+		}
 		if n++; n == maxBinds {
 			break
 		}
 	}
-	if len(found) == 0 && r.Kind != "" {
-		found = []Binding{{Evidence: api.EvidenceNone}}
-	}
 	return found, nil
 }
 
-// addBinding adds a binding unless one to the same base is there.
-func addBinding(found []Binding, b Binding) []Binding {
-	for _, f := range found {
-		if f.Aggregate == b.Aggregate {
-			return found
+// Contradiction returns what a bind statement of its repository says of the base of a manifest that names another one
+// itself: the newest one that does, of those that count. What the manifest says is stronger, and stands. nil: none does.
+func (ix *Index) Contradiction(ctx context.Context, repo string, d identity.Digest) (c *api.Conflict, err error) {
+	err = ix.view(ctx, func(t tx) error {
+		r, held, err := t.record(repo, d)
+		if err == nil && held {
+			c, err = t.contradiction(r)
 		}
+		return err
+	})
+	return c, err
+}
+
+func (t tx) contradiction(r Record) (*api.Conflict, error) {
+	if r.Aggregate.IsZero() || r.Kind == api.KindBase {
+		return nil, nil
 	}
-	return append(found, b)
+	said, err := t.stated(r)
+	for _, b := range said {
+		if b.Aggregate == r.Aggregate || slices.Contains(r.Bases, b.Aggregate) {
+			continue
+		}
+		var f api.Facts
+		if len(r.Facts) > 0 {
+			err = json.Unmarshal(r.Facts, &f)
+		}
+		return &api.Conflict{Reason: api.CodeAggregateConflict,
+			Claimed: b.Aggregate.String(), ClaimedAt: "statement " + b.BoundBy.String(),
+			Derived: r.Aggregate.String(), DerivedAt: cmp.Or(f.Source, "annotation "+api.AnnotationAggregate)}, err
+	}
+	return nil, err
+}
+
+// contradicted adds to the facts of a record, as its listing rows show them, what contradicts it, unless they have that.
+func (t tx) contradicted(r Record) (Record, error) {
+	c, err := t.contradiction(r)
+	if c == nil || err != nil {
+		return r, err
+	}
+	var f api.Facts
+	if len(r.Facts) > 0 {
+		err = json.Unmarshal(r.Facts, &f)
+	}
+	if err == nil && f.Conflict == nil {
+		f.Conflict = c
+		r.Facts, err = json.Marshal(f)
+	}
+	return r, err
 }
 
 // bound returns which manifest of its repository a bind statement is about, and from which base it says that was made.
@@ -212,6 +262,9 @@ func (c *change) relistOne(was touched) error {
 	var bindings []Binding
 	if held {
 		if bindings, err = c.bindings(r); err != nil {
+			return err
+		}
+		if r, err = c.contradicted(r); err != nil {
 			return err
 		}
 	}
@@ -343,73 +396,6 @@ func wireOf(r Record, b Binding, bases int, tags []string, more bool) wireArtifa
 		}
 	}
 	return a
-}
-
-// listed is the value of a row by aggregate. JSON is that of an api.Artifact; where Binds is set it lacks the end, which
-// is notHeld or isHeld.
-type listed struct {
-	evidence []byte
-	boundBy  identity.Digest
-	binds    bool
-	json     []byte
-}
-
-// Flags of a listed.
-const (
-	flagBinds = 1 << iota
-	flagBoundBy
-)
-
-func encodeListed(r Record, binding Binding, bases int, tags []string, more bool) ([]byte, error) {
-	text, err := json.Marshal(wireOf(r, binding, bases, tags, more))
-	if err != nil {
-		return nil, fmt.Errorf("list %s@%s: %w", r.Repo, r.Digest, err)
-	}
-	flags := uint64(0)
-	if r.Kind != api.KindBase {
-		flags, text = flags|flagBinds, bytes.TrimSuffix(text, []byte(notHeld))
-	}
-	if !binding.BoundBy.IsZero() {
-		flags |= flagBoundBy
-	}
-	b := make(body, 0, len(text)+64)
-	b.uint(flags)
-	b.text(string(binding.Evidence))
-	if flags&flagBoundBy != 0 {
-		b.sum(binding.BoundBy)
-	}
-	return append(b, text...), nil
-}
-
-// decode reads a value without copying it.
-func (l *listed) decode(data []byte) error {
-	if len(data) < 2 || data[0] > flagBinds|flagBoundBy || data[1] >= 0x80 || len(data)-2 < int(data[1]) {
-		return errListed
-	}
-	flags, n := data[0], 2+int(data[1])
-	l.evidence, l.json, l.boundBy = data[2:n], data[n:], identity.Digest{}
-	if flags&flagBoundBy != 0 {
-		if len(l.json) < len(l.boundBy) {
-			return errListed
-		}
-		l.json = l.json[copy(l.boundBy[:], l.json):]
-	}
-	l.binds = flags&flagBinds != 0
-	return nil
-}
-
-var errListed = fmt.Errorf("%w: malformed listing", ErrDamaged)
-
-// appendTo appends the JSON of the artifact.
-func (l *listed) appendTo(b []byte, held bool) []byte {
-	b = append(b, l.json...)
-	switch {
-	case !l.binds:
-		return b
-	case held:
-		return append(b, isHeld...)
-	}
-	return append(b, notHeld...)
 }
 
 const (

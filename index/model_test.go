@@ -156,6 +156,15 @@ func (m *model) bindings(p index.PutManifest) (found []index.Binding) {
 		}
 		return found
 	}
+	found = m.stated(p)
+	if found == nil && p.Kind != "" {
+		found = []index.Binding{{Evidence: api.EvidenceNone}}
+	}
+	return found
+}
+
+// stated is what bind statements say of a held manifest.
+func (m *model) stated(p index.PutManifest) (found []index.Binding) {
 	live := m.live() // in order of digest in a repository
 	slices.SortStableFunc(live, func(a, b index.PutManifest) int { return b.Created.Compare(a.Created) })
 	for _, o := range live {
@@ -165,10 +174,41 @@ func (m *model) bindings(p index.PutManifest) (found []index.Binding) {
 			found = append(found, index.Binding{Aggregate: s.Base, Evidence: api.EvidenceAsserted, BoundBy: o.Digest})
 		}
 	}
-	if found == nil && p.Kind != "" {
-		found = []index.Binding{{Evidence: api.EvidenceNone}}
-	}
 	return found
+}
+
+// contradiction is that of an Index.
+func (m *model) contradiction(p index.PutManifest) *api.Conflict {
+	if p.Kind == api.KindBase || p.Aggregate.IsZero() {
+		return nil
+	}
+	var f api.Facts
+	if len(p.Facts) > 0 {
+		json.Unmarshal(p.Facts, &f)
+	}
+	for _, b := range m.stated(p) {
+		if b.Aggregate != p.Aggregate && !slices.Contains(p.Bases, b.Aggregate) {
+			return &api.Conflict{Reason: api.CodeAggregateConflict,
+				Claimed: b.Aggregate.String(), ClaimedAt: "statement " + b.BoundBy.String(),
+				Derived: p.Aggregate.String(), DerivedAt: cmp.Or(f.Source, "annotation "+api.AnnotationAggregate)}
+		}
+	}
+	return nil
+}
+
+// contradicted are the facts of a held manifest with what contradicts it.
+func (m *model) contradicted(p index.PutManifest) []byte {
+	c := m.contradiction(p)
+	if c == nil {
+		return p.Facts
+	}
+	var f api.Facts
+	if len(p.Facts) > 0 {
+		json.Unmarshal(p.Facts, &f)
+	}
+	f.Conflict = c
+	b, _ := json.Marshal(f)
+	return b
 }
 
 func statement(p index.PutManifest) (s api.StatementFacts) {
@@ -238,6 +278,8 @@ func (m *model) artifact(r index.Record, base identity.Aggregate, held bool) api
 			Tags: append([]string{}, tags[:min(16, len(tags))]...), MoreTags: len(tags) > 16},
 		Kind: r.Kind, State: r.State, ArtifactType: r.ArtifactType, Name: r.Name,
 	}
+	p, _ := m.manifest(r.Repo, r.Digest)
+	r.Facts = m.contradicted(p)
 	size := 0
 	for k, v := range r.Annotations {
 		size += len(k) + len(v)
@@ -258,7 +300,7 @@ func (m *model) artifact(r index.Record, base identity.Aggregate, held bool) api
 			a.Binding.Source = "statement " + r.BoundBy.String()
 		}
 	}
-	if p, _ := m.manifest(r.Repo, r.Digest); len(m.bindings(p)) > 1 {
+	if len(m.bindings(p)) > 1 {
 		a.Bases = len(m.bindings(p))
 	}
 	return a

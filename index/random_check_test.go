@@ -49,6 +49,11 @@ func (w *world) checkNames(r *rapid.T) {
 			}
 			p, _ := w.model.manifest(repo, d)
 			equal(r, "bindings of "+repo+"@"+d.String(), bindings, w.model.bindings(p))
+			contradiction, err := w.ix.Contradiction(ctx, repo, d)
+			if err != nil {
+				r.Fatal(err)
+			}
+			equal(r, "contradiction of "+repo+"@"+d.String(), contradiction, w.model.contradiction(p))
 			tags, err := w.ix.TagsOf(ctx, repo, d)
 			if err != nil {
 				r.Fatal(err)
