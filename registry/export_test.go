@@ -21,3 +21,16 @@ func Routes() iter.Seq2[string, string] {
 
 // OneRouter returns a router that tries all routes one after the other.
 func (r *Registry) OneRouter() http.Handler { return routerOf(r, func(string) bool { return true }) }
+
+// Waiting returns how many requests wait until they may parse something.
+func (r *Registry) Waiting() int64 {
+	m := r.memory
+	return m.turns.Waiting() + m.questions.bodies.Waiting() + m.questions.documents.Waiting() + m.pushes.bodies.Waiting() +
+		m.pushes.documents.Waiting()
+}
+
+// Turns is how many questions are answered at a time.
+func (r *Registry) Turns() int { return cap(r.memory.places) }
+
+// MaxWaiting is how many requests may wait for one thing.
+const MaxWaiting = maxWaiting

@@ -121,3 +121,52 @@ func TestTaken(t *testing.T) {
 		t.Error("known without a connection")
 	}
 }
+
+// Small parts do not wait for large ones, who goes away waits no more, and of those who wait there are not too many.
+func TestEntry(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		e := bounds.NewEntry(10, 2, 2)
+		large, err := e.Wait(t.Context(), 1000)
+		if err != nil {
+			t.Fatal(err)
+		}
+		small, err := e.Wait(t.Context(), 2)
+		if err != nil {
+			t.Fatal(err)
+		}
+		small.Return()
+		ctx, cancel := context.WithCancel(t.Context())
+		results := make(chan error, 2)
+		loans := make(chan *bounds.Loan, 2)
+		for _, ctx := range []context.Context{ctx, t.Context()} {
+			go func() {
+				l, err := e.Wait(ctx, 3)
+				loans <- l
+				results <- err
+			}()
+			synctest.Wait()
+		}
+		if _, err := e.Wait(t.Context(), 3); !errors.Is(err, bounds.ErrFull) || e.Waiting() != 2 {
+			t.Error(err, e.Waiting())
+		}
+		cancel()
+		if l, err := <-loans, <-results; l != nil || !errors.Is(err, context.Canceled) {
+			t.Error(l, err)
+		}
+		synctest.Wait()
+		if _, err := e.Wait(ctx, 1); !errors.Is(err, context.Canceled) || e.Waiting() != 1 {
+			t.Error(err, e.Waiting())
+		}
+		large.Return()
+		(<-loans).Return()
+		if err := <-results; err != nil {
+			t.Error(err)
+		}
+		synctest.Wait()
+		all, err := e.Wait(t.Context(), 10)
+		if err != nil || e.Waiting() != 0 {
+			t.Error(err, e.Waiting())
+		}
+		all.Return()
+	})
+}
