@@ -3,6 +3,7 @@ package blobstore
 import (
 	"fmt"
 	"io"
+	"time"
 
 	"github.com/kiln-registry/kiln-registry/identity"
 )
@@ -33,3 +34,10 @@ func AtEnd(r io.Reader, d identity.Digest) error {
 	}
 	return nil
 }
+
+// patience is how long a piece of an upload waits for those of others, that they may be hashed together: about as long
+// as four of them take alone.
+const patience = 2 * time.Millisecond
+
+// Soon calls late after that, unless stop is called before. It is for the lanes.Pool of an engine.
+func Soon(late func()) (stop func() bool) { return time.AfterFunc(patience, late).Stop }

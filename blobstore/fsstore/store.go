@@ -292,6 +292,7 @@ func Open(dir string, o Options) (*Store, error) {
 		dir: dir, disk: o.Disk, lock: lock, busy: map[string]bool{}, reading: o.ReadOnly,
 		every: syncEvery, segment: lanes.SegmentSize,
 	}
+	st.hashes.Soon = blobstore.Soon
 	st.pieces.New = func() any { return (*piece)(lanes.Buffer(pieceSize)) }
 	if err := st.recover(o); err != nil {
 		lock.Release()

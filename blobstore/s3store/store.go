@@ -274,6 +274,7 @@ func Open(ctx context.Context, c Config, o Options) (*Store, error) {
 	if st.notify == nil {
 		st.notify = func(string) {}
 	}
+	st.hashes.Soon = blobstore.Soon
 	st.pieces.New = func() any { return new([pieceSize]byte) }
 	st.parts.New = func() any { b := lanes.Buffer(int(st.partMin))[:0]; return &b }
 	if err := st.open(ctx, o); err != nil {

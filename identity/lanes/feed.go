@@ -2,14 +2,13 @@ package lanes
 
 import (
 	"io"
-	"time"
 
 	"github.com/kiln-registry/kiln-registry/identity/lanes/block"
 )
 
 // Feed is the place of a stream in a Pool whose writer need not know at once that a piece was hashed. While other Feeds
 // are open, a piece is put off until there are as many as one kernel call takes, or until the next one of its own
-// stream is there; then it waits for the others, but not for long: patience, and where that was in vain, less and less
+// stream is there; then it waits for the others, but not longer than Pool.Soon says, and where that was in vain, less and less
 // often. The stream of the only Feed of a Pool is written to at once, by its own Write, and never waits.
 //
 // A Feed is not safe for concurrent use; those of one Pool may be used at the same time.
@@ -18,13 +17,9 @@ type Feed struct {
 	to  io.Writer
 	put *job // the last piece, if it was put off
 
-	timer *time.Timer
-	skip  int // so many pieces to come don't wait
-	vain  int // what skip was made after the last piece that waited in vain
+	skip int // so many pieces to come don't wait
+	vain int // what skip was made after the last piece that waited in vain
 }
-
-// patience is how long a piece waits that others may share a core with: about as long as four take to be hashed alone.
-const patience = 2 * time.Millisecond
 
 // maxSkip is how many pieces in a row don't wait at most.
 const maxSkip = 15
@@ -82,7 +77,7 @@ func (f *Feed) Close() {
 
 // waits says whether the last piece is to wait for others.
 func (f *Feed) waits() bool {
-	if f.p.full() {
+	if f.p.Soon == nil || f.p.full() {
 		return false
 	}
 	if f.skip > 0 {
@@ -94,17 +89,14 @@ func (f *Feed) waits() bool {
 
 // wait returns true once the piece that was put off was hashed with others, and false if that takes too long.
 func (f *Feed) wait() bool {
-	if f.timer == nil {
-		f.timer = time.NewTimer(patience)
-	} else {
-		f.timer.Reset(patience)
-	}
+	late := make(chan struct{})
+	stop := f.p.Soon(func() { close(late) })
 	select {
 	case <-f.put.done:
-		f.timer.Stop()
+		stop()
 		f.put, f.vain = nil, 0
 		return true
-	case <-f.timer.C:
+	case <-late:
 		f.vain = min(2*f.vain+1, maxSkip)
 		f.skip = f.vain
 		return false

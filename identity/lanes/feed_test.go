@@ -6,6 +6,7 @@ import (
 	"slices"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/kiln-registry/kiln-registry/identity"
 )
@@ -13,7 +14,7 @@ import (
 // TestFeedLone: the stream of the only Feed is written to at once, by its own Write.
 func TestFeedLone(t *testing.T) {
 	withEach(t, func(t *testing.T) {
-		var p Pool
+		p := Pool{Soon: func(func()) func() bool { t.Error("it waits"); return func() bool { return true } }}
 		other := p.Feed(identity.NewHash())
 		other.Write(make([]byte, 1<<20))
 		other.Close()
@@ -86,7 +87,7 @@ func TestFeedEnds(t *testing.T) {
 // TestFeeds: many goroutines, each with streams of its own, some of which end early.
 func TestFeeds(t *testing.T) {
 	withEach(t, func(t *testing.T) {
-		var p Pool
+		p := Pool{Soon: func(late func()) func() bool { return time.AfterFunc(time.Millisecond, late).Stop }}
 		var wg sync.WaitGroup
 		for g := range 8 * runtime.GOMAXPROCS(0) {
 			wg.Go(func() {

@@ -15,6 +15,10 @@ import (
 //
 // The zero Pool is ready. Any number of goroutines may use one; a single stream is written to by one at a time.
 type Pool struct {
+	// Soon, if set, has the pieces of Feeds wait for others: it calls late in a goroutine of its own after some
+	// milliseconds, unless stop is called before. It is set before the Pool is used.
+	Soon func(late func()) (stop func() bool)
+
 	mu      sync.Mutex
 	last    io.Writer // the stream of the last piece that came
 	feeds   int       // that are open
