@@ -113,7 +113,7 @@ func say(ctx context.Context, c *client.Client, a *artifact.Artifact, about iden
 		}
 		if !before.IsZero() {
 			show.Note("the same was said before, for the same reason: nothing is pushed")
-			return a.Before(client.Reference{Host: ref.Host, Repo: ref.Repo, Digest: before}), nil
+			return a.Before(ctx, c, client.Reference{Host: ref.Host, Repo: ref.Repo, Digest: before}), nil
 		}
 	}
 	return a.Push(ctx, c, ref, show.Watch)
@@ -265,7 +265,7 @@ func home(ctx context.Context, to string, of *artifact.Base, registry string, fl
 		var why string
 		switch {
 		case err != nil:
-			why = fmt.Sprintf("%s is not known to be in a repository of %s (%v)", of.Name, registry, err)
+			return client.Reference{}, fmt.Errorf("the repository of %s: %w", of.Name, err)
 		case len(repos) == 0:
 			why = fmt.Sprintf("%s is in no repository of %s", of.Name, registry)
 		case len(repos) > 1:

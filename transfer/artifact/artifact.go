@@ -257,18 +257,28 @@ func (a *Artifact) Push(ctx context.Context, c *client.Client, ref client.Refere
 	p = Pushed{Kind: a.Kind, Name: a.Name, Base: a.claim(), Legacy: a.Legacy, Files: len(a.parts)}
 	p.Digest, p.Reference, err = u.Put(ctx, a.manifest(), ref.Tag)
 	p.Sent = u.Sent()
-	if err == nil && !p.Base.Aggregate.IsZero() {
-		if held, known := Held(ctx, c, p.Base.Aggregate); known {
-			p.Base.Held = &held
-		}
+	if err == nil {
+		p.Base.ask(ctx, c)
 	}
 	return p, err
 }
 
 // Before is what Push returns for a statement that is there already.
-func (a *Artifact) Before(at client.Reference) Pushed {
-	return Pushed{Kind: a.Kind, Name: a.Name, Base: a.claim(), Digest: at.Digest, Reference: at.String(),
+func (a *Artifact) Before(ctx context.Context, c *client.Client, at client.Reference) Pushed {
+	p := Pushed{Kind: a.Kind, Name: a.Name, Base: a.claim(), Digest: at.Digest, Reference: at.String(),
 		Files: len(a.parts), Before: true}
+	p.Base.ask(ctx, c)
+	return p
+}
+
+// ask learns whether a registry holds the base.
+func (b *Claim) ask(ctx context.Context, c *client.Client) {
+	if b.Aggregate.IsZero() {
+		return
+	}
+	if held, known := Held(ctx, c, b.Aggregate); known {
+		b.Held = &held
+	}
 }
 
 // send uploads the files, each distinct content once.
