@@ -8,8 +8,8 @@ import (
 
 // Feed is the place of a stream in a Pool whose writer need not know at once that a piece was hashed. While other Feeds
 // are open, a piece is put off until there are as many as one kernel call takes, or until the next one of its own
-// stream is there; then it waits for the others, but not longer than Pool.Soon says, and where that was in vain, less and less
-// often. The stream of the only Feed of a Pool is written to at once, by its own Write, and never waits.
+// stream is there; then it waits for the others, but not longer than Pool.Soon says, and where that was in vain, less
+// and less often. The stream of the only Feed of a Pool is written to at once, by its own Write, and never waits.
 //
 // A Feed is not safe for concurrent use; those of one Pool may be used at the same time.
 type Feed struct {
