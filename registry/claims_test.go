@@ -3,6 +3,8 @@ package registry_test
 import (
 	"bytes"
 	"context"
+	"encoding/json"
+	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -150,6 +152,11 @@ func TestSubjectThatComesLaterDisagrees(t *testing.T) {
 			got := get[api.Lineage](s, api.PathLineage(identity.Sum(m.text))).Artifact.Facts
 			if got == nil || got.Conflict == nil || *got.Conflict != want {
 				t.Errorf("%s: %+v", what, got)
+			}
+			asked := s.want(200, "POST", api.PathCompatibility, fmt.Appendf(nil,
+				`{"question":"adapter_trained_from","artifact":%q,"base":{"aggregate_sha256":%q}}`, identity.Sum(m.text), b)).body
+			if !bytes.Contains(asked, []byte("conflict: "+want.ClaimedAt+" is of "+want.Claimed)) {
+				t.Errorf("%s: %s", what, asked)
 			}
 		}
 		for _, x := range get[api.ArtifactList](s, api.PathArtifacts(b)+"?kind=adapter").Artifacts {
@@ -325,5 +332,80 @@ func TestBaseCutWhileItIsPut(t *testing.T) {
 				t.Errorf("%s: level up to %d of %d, %v", repo, index, store, err)
 			}
 		}
+	}
+}
+
+// A bind statement that came before its artifact, and names another base than the document in that, refuses nobody's
+// push and binds nothing: the document counts, and every answer tells of the statement, until that is gone.
+func TestStatementThatCameFirstDisagrees(t *testing.T) {
+	s := newServer(t)
+	a, _ := s.base("src/model", "v1", "m", "1")
+	b, _ := s.base("src/other", "v1", "o", "2")
+	dir := filepath.Join(s.t.TempDir(), "sql")
+	if err := testartifact.Adapter(dir, 1, shardsOf(t, s, b)); err != nil {
+		t.Fatal(err)
+	}
+	adapter := s.manifest("a", s.files("a", dir), nil)
+	d := identity.Sum(adapter)
+	bind := func() (statement identity.Digest, status int) {
+		t.Helper()
+		text, err := documents.Statement{Bind: &documents.Bind{Artifact: d, Aggregate: a}, Reason: "r", By: "b",
+			At: "2026-01-02T03:04:05Z"}.Document()
+		if err != nil {
+			t.Fatal(err)
+		}
+		m := s.manifest("a", []desc{s.titled("a", "s.json", text)}, map[string]any{"artifactType": api.ArtifactTypeStatement})
+		return identity.Sum(m), s.put("a", "statement", m).status
+	}
+	look := func() (c []*api.Conflict, text string) {
+		t.Helper()
+		if got := s.binding("a", adapter); got != (api.Binding{Aggregate: b, Evidence: api.EvidenceDocument}) {
+			t.Errorf("%+v", got)
+		}
+		if got := get[api.ArtifactList](s, api.PathArtifacts(a)+"?kind=adapter"); len(got.Artifacts) > 0 {
+			t.Errorf("%+v", got)
+		}
+		rows := s.want(200, "GET", api.PathArtifacts(b)+"?kind=adapter", nil).body
+		lineage := s.want(200, "GET", api.PathLineage(d), nil).body
+		var list api.ArtifactList
+		var l api.Lineage
+		if err := errors.Join(json.Unmarshal(rows, &list), json.Unmarshal(lineage, &l)); err != nil || len(list.Artifacts) != 1 {
+			t.Fatalf("%v %s", err, rows)
+		}
+		asked := s.want(200, "POST", api.PathCompatibility, fmt.Appendf(nil,
+			`{"question":"adapter_trained_from","artifact":%q,"base":{"aggregate_sha256":%q}}`, d, b)).body
+		var answer api.Compatibility
+		if err := json.Unmarshal(asked, &answer); err != nil || answer.Verdict != api.VerdictYes {
+			t.Errorf("%v %s", err, asked)
+		}
+		return []*api.Conflict{list.Artifacts[0].Facts.Conflict, l.Artifact.Facts.Conflict},
+			string(rows) + string(lineage) + string(asked)
+	}
+	statement, status := bind()
+	if put := s.put("a", "adapter", adapter); put.status != 201 || status != 201 {
+		t.Fatal(put, status)
+	}
+	want := api.Conflict{Reason: api.CodeAggregateConflict, Claimed: a.String(),
+		ClaimedAt: "statement " + statement.String(), Derived: b.String(),
+		DerivedAt: "adapter_manifest.json $.base_weight_shard_manifest"}
+	conflicts, text := look()
+	for _, c := range conflicts {
+		if c == nil || *c != want {
+			t.Errorf("%+v", c)
+		}
+	}
+	if !strings.Contains(text, "conflict: "+want.ClaimedAt) {
+		t.Errorf("%s", text)
+	}
+	s.reindexed("statement first")
+	if _, again := look(); again != text {
+		t.Errorf("made anew:\n%s\nwas\n%s", again, text)
+	}
+	s.want(202, "DELETE", api.PathManifest("a", statement.String()), nil)
+	if conflicts, text = look(); conflicts[0] != nil || conflicts[1] != nil || strings.Contains(text, "conflict") {
+		t.Errorf("the statement is gone: %s", text)
+	}
+	if _, status := bind(); status != 400 {
+		t.Errorf("a statement that comes later: %d", status)
 	}
 }

@@ -105,6 +105,15 @@ func facts(rec index.Record) (f api.Facts, err error) {
 	return f, err
 }
 
+// said is facts, with what a bind statement contradicts of that, if nothing else does.
+func (v *view) said(rec index.Record) (api.Facts, error) {
+	f, err := facts(rec)
+	if err == nil && f.Conflict == nil {
+		f.Conflict, err = v.Index.Contradiction(v.ctx, rec.Repo, rec.Digest)
+	}
+	return f, err
+}
+
 // bindings returns to which bases an artifact is bound, the first one first; none for a base.
 func (v *view) bindings(rec index.Record) (all []api.Binding, err error) {
 	if rec.Kind == api.KindBase {
@@ -154,7 +163,7 @@ func (v *view) artifact(rec index.Record) (*api.Artifact, error) {
 	if err != nil {
 		return nil, err
 	}
-	f, err := facts(rec)
+	f, err := v.said(rec)
 	if err != nil {
 		return nil, err
 	}
@@ -167,7 +176,7 @@ func (v *view) artifact(rec index.Record) (*api.Artifact, error) {
 			Tags: append([]string{}, tags[:min(len(tags), maxTags)]...), MoreTags: len(tags) > maxTags},
 		Kind: rec.Kind, State: rec.State, ArtifactType: rec.ArtifactType, Name: rec.Name, Annotations: rec.Annotations,
 	}
-	if len(rec.Facts) > 0 {
+	if len(rec.Facts) > 0 || f.Conflict != nil {
 		a.Facts = &f
 	}
 	if len(bindings) > 0 {

@@ -119,7 +119,7 @@ func (v *view) subject(req api.CompatibilityRequest, kind api.Kind) (s subject, 
 	if err != nil {
 		return s, err
 	}
-	if s.facts, err = facts(s.rec); err == nil {
+	if s.facts, err = v.said(s.rec); err == nil {
 		s.binding = s.bound(identity.Aggregate{})
 	}
 	return s, err
@@ -184,6 +184,16 @@ func (s subject) disputed() string {
 	return "the artifact does not record its base, and " + which + " disagree about it: " + strings.Join(says, ", ")
 }
 
+// contradicted says what contradicts the artifact about its base, and does not count beside that; empty: nothing does.
+func (s subject) contradicted() string {
+	c := s.facts.Conflict
+	if c == nil {
+		return ""
+	}
+	return fmt.Sprintf("conflict: %s is of %s; what the artifact says counts: %s, by %s", c.ClaimedAt, c.Claimed, c.Derived,
+		c.DerivedAt)
+}
+
 // madeFrom answers whether an adapter was trained from the bytes of a base, or an eval used them.
 func (v *view) madeFrom(req api.CompatibilityRequest) (out api.Compatibility, err error) {
 	kind := api.KindAdapter
@@ -223,6 +233,9 @@ func (v *view) madeFrom(req api.CompatibilityRequest) (out api.Compatibility, er
 	}
 	out.Artifact = s.shown
 	if reason := s.several(asked); reason != "" {
+		out.Reasons = append(out.Reasons, reason)
+	}
+	if reason := s.contradicted(); reason != "" {
 		out.Reasons = append(out.Reasons, reason)
 	}
 	if reason := s.disputed(); reason != "" {
@@ -318,6 +331,9 @@ func (v *view) resumes(req api.CompatibilityRequest) (out api.Compatibility, err
 		}
 	}
 	out = answer.OfReport(report)
+	if reason := s.contradicted(); reason != "" {
+		out.Reasons = append(out.Reasons, reason)
+	}
 	out.Artifact, out.Evidence = s.shown, s.shown.Binding.Evidence
 	out.Derived, out.MoreDerived, err = v.between(s.binding.Aggregate, aggregateOf(now.Base))
 	return out, err
