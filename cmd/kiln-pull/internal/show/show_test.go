@@ -312,7 +312,8 @@ func TestScores(t *testing.T) {
 		{Suite: evil, Examples: 0}, run("arc", "demo", day(1)),
 	}}}
 	scores := ScoresOf("host:1", x, Adapter{})
-	if n := len(ScoresOf("host:1", x, Adapter{Name: "demo"})); n != 3 || len(scores) != 6 || ScoresOf("h", api.Artifact{}, Adapter{}) != nil {
+	if n := len(ScoresOf("host:1", x, Adapter{Name: "demo"})); n != 3 || len(scores) != 6 ||
+		ScoresOf("h", api.Artifact{}, Adapter{}) != nil {
 		t.Errorf("%d and %d scores", n, len(scores))
 	}
 	x.Facts.Eval.Omitted = 36
