@@ -28,8 +28,9 @@ const requestType = "kiln.resume-request.v1"
 //	 "data": {"source_kind": …, "content_sha256": "<64 hex>", "item_count": 2},
 //	 "total_steps": 2,
 //	 "data_order": [1, 0],
-//	 "optimizer": {"kind": …, "hyperparameters": {…}, "step": 1, "state_file": …},    step and state_file optional
-//	 "scheduler": {"kind": …, "state": {…}, "step": 1},                               step optional
+//	 "optimizer": {"kind": …, "hyperparameters": {…}, "step": 1, "state_file": …},    step may be left out; no state_file:
+//	                                                                                  there is none
+//	 "scheduler": {"kind": …, "state": {…}, "step": 1},                               step may be left out
 //	 "rng_states": {"lora-init": {"algorithm": …, "seed": 7, "position": 0, "state_file": …}},
 //	 "state_files": {"adapter_parameters": …, …},
 //	 "execution_provenance": {…},              a whole kiln.execution-provenance.v1

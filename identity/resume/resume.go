@@ -122,7 +122,8 @@ type decision struct {
 	Current
 }
 
-// steps are the steps of the decision in Kiln's order. Where only is set, they are those of that kind of training.
+// steps are the steps of the decision in Kiln's order. Where only is set, they are those of that kind of training. Kiln
+// compares the state files of GRPO alone; here a yes rests on them whatever the training was.
 var steps = []struct {
 	number int
 	name   string
@@ -143,7 +144,7 @@ var steps = []struct {
 	{3, "optimizer", "", decision.optimizer},
 	{3, "scheduler", "", decision.scheduler},
 	{3, "random number streams", "", decision.rng},
-	{3, "state files", documents.TrainingGRPO, decision.stateFiles},
+	{3, "state files", "", decision.stateFiles},
 	{4, "base weights", "", decision.base},
 	{5, "execution provenance", "", decision.provenance},
 	{6, "auxiliary state", "", decision.auxiliary},

@@ -157,7 +157,7 @@ func TestDecideYes(t *testing.T) {
 	c, q, now := full(t)
 	r := Decide(c, q, now)
 	checkReport(t, r)
-	if r.Verdict != Yes || r.Archival != "" || r.Renamed != "" || len(r.Steps) != 17 {
+	if r.Verdict != Yes || r.Archival != "" || r.Renamed != "" || len(r.Steps) != 18 {
 		t.Errorf("%+v", r)
 	}
 	for _, s := range r.Steps {
@@ -225,6 +225,9 @@ func TestDecideRequest(t *testing.T) {
 		{`"rng_states":{`, `"rng_states":{"b":{"algorithm":"x","seed":1,"position":0},`, "random number streams",
 			`"b" is not there`},
 		{`"lora-init"`, `"lora"`, "random number streams", `"lora" is not there in the checkpoint`},
+		{`"adapter_parameters":"adapter.safetensors"`, `"adapter_parameters":"other.safetensors"`, "state files",
+			`"adapter.safetensors" in the checkpoint, "other.safetensors"`},
+		{`"loss_history":"sft_loop_state.json"`, `"ema_state":"e"`, "state files", "ema_state is none in the checkpoint"},
 		{`"data_order":[1,0]`, `"data_order":[0,1]`, "progress and loop state", "item 0 of the data order is 1"},
 		{`"data_order":[1,0]`, `"data_order":[1]`, "progress and loop state", "2 items in the checkpoint, 1"},
 		{`"auxiliary_state":{`, `"auxiliary_state":{"x":1,`, "auxiliary state", "auxiliary_state.x"},
@@ -251,7 +254,7 @@ func TestDecideLeftOut(t *testing.T) {
 		"seed": {"seed"}, "training_kind": {"training kind"}, "adapter_name": {"adapter name"},
 		"effective_config": {"effective config"}, "precision_policy": {"precision policy"}, "data": {"data identity"},
 		"total_steps": {"total steps"}, "data_order": {"progress and loop state"}, "optimizer": {"optimizer"},
-		"scheduler": {"scheduler"}, "rng_states": {"random number streams"}, "state_files": nil,
+		"scheduler": {"scheduler"}, "rng_states": {"random number streams"}, "state_files": {"state files"},
 		"execution_provenance": nil, "auxiliary_state": {"auxiliary state"},
 	} {
 		var all map[string]json.RawMessage
@@ -280,6 +283,34 @@ func TestDecideLeftOut(t *testing.T) {
 				if s.Verdict != want {
 					t.Errorf("%s %s: %+v, want %s", member, left, s, want)
 				}
+			}
+		}
+	}
+}
+
+// TestDecideStepLeftOut: an optimizer or a scheduler whose step is left out can't be told to be equal, unless something
+// else of it says no.
+func TestDecideStepLeftOut(t *testing.T) {
+	for _, c := range []struct {
+		old, new, step string
+		want           Verdict
+	}{
+		{`"step":1,"hyperparameters":{}`, `"hyperparameters":{}`, "optimizer", CannotTell},
+		{`"step":1,"hyperparameters":{}`, `"step":null,"hyperparameters":{}`, "optimizer", CannotTell},
+		{`"step":1,"hyperparameters":{}`, `"hyperparameters":{"lr":1}`, "optimizer", No},
+		{`"step":1,"state":{}`, `"state":{}`, "scheduler", CannotTell},
+		{`"step":1,"state":{}`, `"state":{"a":1}`, "scheduler", No},
+	} {
+		cp, _, now := full(t)
+		r := Decide(cp, request(t, requestText(t, example(t, "checkpoint_manifest.json")), c.old, c.new), now)
+		checkReport(t, r)
+		for _, s := range r.Steps {
+			want := Yes
+			if s.Name == c.step {
+				want = c.want
+			}
+			if s.Verdict != want {
+				t.Errorf("%s: %+v, want %s", c.new, s, want)
 			}
 		}
 	}

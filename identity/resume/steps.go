@@ -151,7 +151,7 @@ func (d decision) optimizer() (Verdict, string) {
 	case c.StateFile != q.StateFile:
 		return compare("the state file of the optimizer", fileName(c.StateFile), fileName(q.StateFile))
 	}
-	return same("the optimizer", difference("optimizer.hyperparameters", c.Hyperparameters, q.Hyperparameters))
+	return stepped("the optimizer", difference("optimizer.hyperparameters", c.Hyperparameters, q.Hyperparameters), q.HasStep)
 }
 
 func (d decision) scheduler() (Verdict, string) {
@@ -166,7 +166,15 @@ func (d decision) scheduler() (Verdict, string) {
 	case q.HasStep && c.Step != q.Step:
 		return compare("the step of the scheduler", decimal(c.Step), decimal(q.Step))
 	}
-	return same("the scheduler", difference("scheduler.state", c.State, q.State))
+	return stepped("the scheduler", difference("scheduler.state", c.State, q.State), q.HasStep)
+}
+
+// stepped is same for what has a step, which the request may leave out.
+func stepped(what, difference string, hasStep bool) (Verdict, string) {
+	if difference == "" && !hasStep {
+		return leftOut("the step of " + what)
+	}
+	return same(what, difference)
 }
 
 func (d decision) rng() (Verdict, string) {
