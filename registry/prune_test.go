@@ -64,7 +64,7 @@ func TestPurgeUploads(t *testing.T) {
 func TestPurgeSparesWhatIsInUse(t *testing.T) {
 	s := newServer(t)
 	at := s.begin("a")
-	half := bytes.Repeat([]byte("x"), 256<<10)
+	half := bytes.Repeat([]byte("x"), 512<<10) // what a store takes at once
 	conn := s.half("PATCH", at, 2*len(half), half)
 	defer conn.Close()
 	s.received(at, len(half))

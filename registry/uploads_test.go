@@ -232,9 +232,9 @@ func TestDroppedClientAndRestart(t *testing.T) {
 func TestUploadInUse(t *testing.T) {
 	s := newServer(t)
 	at := s.begin("a")
-	c := s.half("PATCH", at, 1<<20, make([]byte, 300_000))
+	c := s.half("PATCH", at, 1<<20, make([]byte, 600_000))
 	defer c.Close()
-	s.received(at, 262_144) // whole pieces are stored as they come
+	s.received(at, 512<<10) // whole pieces are stored as they come
 	for method, path := range map[string]string{"PATCH": at, "DELETE": at,
 		"PUT": at + "?digest=" + identity.Sum(nil).String()} {
 		a := s.do(method, path, nil)
