@@ -297,8 +297,11 @@ func testResume(t *testing.T, name string, lose bool) {
 	const size = 8 << 20
 	d := newDesk(t, map[string][]byte{"model.safetensors": shard(size, 1)})
 	ctx, kill := context.WithCancel(t.Context())
+	var patching sync.WaitGroup // in which the server has the upload in use
 	d.onUpload(func(w http.ResponseWriter, r *http.Request, next http.Handler) {
 		if r.Method == http.MethodPatch {
+			patching.Add(1)
+			defer patching.Done()
 			r.Body = io.NopCloser(io.MultiReader(io.LimitReader(r.Body, size/2), killer{kill}))
 		}
 		next.ServeHTTP(w, r)
@@ -306,6 +309,7 @@ func testResume(t *testing.T, name string, lose bool) {
 	if _, err := transfer.Push(ctx, d.c, d.dir, d.ref("v1"), transfer.PushOptions{}); !errors.Is(err, context.Canceled) {
 		t.Fatalf("%s: first push: %v", name, err)
 	}
+	patching.Wait()
 	d.onUpload(func(w http.ResponseWriter, r *http.Request, next http.Handler) {
 		if lose && r.Method == http.MethodGet {
 			http.NotFound(w, r)
