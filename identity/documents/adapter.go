@@ -150,8 +150,12 @@ func (m AdapterManifest) Identities() Identities {
 }
 
 // CheckFiles compares m with the digests of the files beside it, by name. Every file that m names must be there and
-// match. The error is an *Error of rule RuleFileMissing or RuleFileDigest.
+// match, and what a loader would read instead of one must not be there: it goes by the usual names, whatever m says. The
+// error is an *Error of rule RuleFileMissing, RuleFileDigest or RuleFileExtra.
 func (m AdapterManifest) CheckFiles(files map[string]identity.Digest) error {
+	if err := m.checkUsual(files); err != nil {
+		return err
+	}
 	receipt := m.Files.Receipt
 	if _, ok := files[ReceiptFile]; receipt == "" && ok {
 		receipt = ReceiptFile // which is where Kiln looks for it
@@ -180,6 +184,31 @@ func (m AdapterManifest) CheckFiles(files map[string]identity.Digest) error {
 	}
 	return nil
 }
+
+// checkUsual refuses files that a loader reads and m does not name.
+func (m AdapterManifest) checkUsual(files map[string]identity.Digest) error {
+	for _, f := range []struct {
+		member, named string
+		usual         []string
+	}{
+		{"adapter_model", m.Files.Model, []string{AdapterWeightsFile, adapterPickleFile}},
+		{"adapter_config", m.Files.Config, []string{AdapterConfigFile}},
+	} {
+		if f.named == f.usual[0] {
+			continue
+		}
+		for _, name := range f.usual {
+			if _, there := files[name]; there && name != f.named {
+				return &Error{Kind: KindAdapterManifest, Rule: RuleFileExtra, Path: "$.files." + f.member,
+					Msg: fmt.Sprintf("is %.80q, but there is a file %q, which is what loaders read", f.named, name)}
+			}
+		}
+	}
+	return nil
+}
+
+// adapterPickleFile is what PEFT loads where there is no AdapterWeightsFile.
+const adapterPickleFile = "adapter_model.bin"
 
 // CheckReceipt compares m with the receipt pushed beside it: its bytes, the base, the weights of the adapter. Only what
 // both record is compared. The error is an *Error of rule RuleFileDigest, RuleBaseConflict or RuleAgreement.

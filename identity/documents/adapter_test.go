@@ -134,6 +134,16 @@ func TestAdapterFilesChecked(t *testing.T) {
 		delete(files, name)
 		checkRefusal(t, m.CheckFiles(files), RuleFileMissing, "$.files", name)
 	}
+	for _, name := range []string{"adapter_model.safetensors", "adapter_model.bin"} {
+		other, files := m, exampleFiles(t)
+		other.Files.Model, files["x.safetensors"] = "x.safetensors", m.Weights
+		delete(files, "adapter_model.safetensors")
+		if err := other.CheckFiles(files); err != nil {
+			t.Error(err)
+		}
+		files[name] = m.Weights
+		checkRefusal(t, other.CheckFiles(files), RuleFileExtra, "$.files.adapter_model", name)
+	}
 	unnamed := m
 	unnamed.Files.Receipt = ""
 	files := exampleFiles(t)

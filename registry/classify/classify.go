@@ -78,6 +78,9 @@ func Classify(ctx context.Context, blobs Blobs, m Manifest) (Artifact, error) {
 	if err != nil || m.IsIndex() {
 		return a, err
 	}
+	if err := files.checkPacked(); err != nil {
+		return a, err
+	}
 	if a.Kind, err = kindOf(m, files); err != nil {
 		return a, err
 	}

@@ -141,6 +141,21 @@ func (f file) plain() bool {
 		!strings.Contains(f.MediaType, "+zstd") && !strings.Contains(f.MediaType, "+encrypted")
 }
 
+// checkPacked refuses a document under a name of Kiln's whose layer says that it is packed, or is elsewhere: clients take
+// a layer with a name as the file itself, and would find another artifact than is found here.
+func (f files) checkPacked() error {
+	for _, name := range []string{
+		documents.AdapterManifestFile, documents.AdapterConfigFile, documents.CheckpointFile, documents.ReceiptFile,
+	} {
+		if d, ok := f[name]; ok && !d.plain() {
+			return api.Errorf(api.CodeManifestInvalid, "layers[%d]: %s is of media type %.120q, by which it can't be read: "+
+				"push it as it is, as application/octet-stream", d.at, name, d.MediaType).With(
+				api.BadDocument{Reason: api.CodeDocumentInvalid, File: name, Rule: documents.RuleFileKind})
+		}
+	}
+	return nil
+}
+
 // document returns the file of a document that stands at the top.
 func (f files) document(name string) (file, bool) {
 	d, ok := f[name]

@@ -221,6 +221,18 @@ func TestDisagreements(t *testing.T) {
 		}
 	}
 	named = slices.Clip(named)
+	renamed := func(layers []layer, from, to string, body []byte) []layer { // and something else under the usual name
+		out := edited(t, layers, "adapter_manifest.json", `"`+from+`"`, `"`+to+`"`)
+		i := slices.IndexFunc(out, func(l layer) bool { return l.name == from })
+		other := out[i]
+		out[i].name, other.body = to, body
+		return append(out, other)
+	}
+	packed := func(layers []layer, name, mediaType string) []layer {
+		out := slices.Clone(layers)
+		out[slices.IndexFunc(out, func(l layer) bool { return l.name == name })].mediaType = mediaType
+		return out
+	}
 	const ofBase, ofFile, ofDocument = api.CodeAggregateConflict, api.CodeDocumentConflict, api.CodeDocumentInvalid
 	for name, c := range map[string]struct {
 		artifactType string
@@ -246,6 +258,22 @@ func TestDisagreements(t *testing.T) {
 				ClaimedAt: "adapter_manifest.json $.receipt_hash", DerivedAt: "train_receipt.json"}},
 		"weights missing": {layers: without(adapter, "adapter_model.safetensors"), detail: api.BadDocument{
 			Reason: ofDocument, File: "adapter_manifest.json", Path: "$.files", Rule: "file-missing"}},
+		"weights that loaders read": {layers: renamed(adapter, "adapter_model.safetensors", "x.safetensors", swapped),
+			detail: api.BadDocument{Reason: ofDocument, File: "adapter_manifest.json", Path: "$.files.adapter_model",
+				Rule: "file-extra"}},
+		"config that loaders read": {layers: renamed(adapter, "adapter_config.json", "x.json", []byte(`{"r":64}`)),
+			detail: api.BadDocument{Reason: ofDocument, File: "adapter_manifest.json", Path: "$.files.adapter_config",
+				Rule: "file-extra"}},
+		"manifest encrypted": {layers: packed(adapter, "adapter_manifest.json", "application/x.encrypted+encrypted"),
+			detail: api.BadDocument{Reason: ofDocument, File: "adapter_manifest.json", Rule: "file-kind"}},
+		"config in an archive": {layers: packed(peftOf(t), "adapter_config.json", gzip),
+			detail: api.BadDocument{Reason: ofDocument, File: "adapter_config.json", Rule: "file-kind"}},
+		"receipt compressed": {layers: packed(doc("train_receipt.json", foreign), "train_receipt.json",
+			"application/json+zstd"), detail: api.BadDocument{Reason: ofDocument, File: "train_receipt.json",
+			Rule: "file-kind"}},
+		"checkpoint manifest elsewhere": {layers: packed(checkpoint, "checkpoint_manifest.json",
+			"application/vnd.oci.image.layer.nondistributable.v1.tar"), detail: api.BadDocument{Reason: ofDocument,
+			File: "checkpoint_manifest.json", Rule: "file-kind"}},
 		"config no JSON": {layers: append(without(peftOf(t), "adapter_config.json"),
 			layer{oras, "adapter_config.json", []byte("{'r': 8,}"), nil}), detail: api.BadDocument{Reason: ofDocument,
 			File: "adapter_config.json", Path: "$", Rule: "json-syntax"}},
