@@ -13,6 +13,7 @@ import (
 	"strings"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"time"
 
 	"github.com/kiln-registry/kiln-registry/api"
@@ -140,11 +141,12 @@ type Gate struct {
 // lookEvery bounds how long a change of the token file may go unseen. To look costs more than to recognise a caller.
 const lookEvery = 100 * time.Millisecond
 
-// fileState is what changes when a file is written or replaced.
+// fileState is what changes when a file is written or replaced. Whoever writes it may set mod back, but not changed.
 type fileState struct {
-	mod  time.Time
-	size int64
-	info fs.FileInfo
+	mod     time.Time
+	size    int64
+	changed syscall.Timespec
+	info    fs.FileInfo
 }
 
 // Open returns the gate of a registry without a token file.
@@ -258,11 +260,16 @@ func stat(path string) (fileState, error) {
 	if err != nil {
 		return fileState{}, err
 	}
-	return fileState{info.ModTime(), info.Size(), info}, nil
+	s := fileState{mod: info.ModTime(), size: info.Size(), info: info}
+	if sys, ok := info.Sys().(*syscall.Stat_t); ok {
+		s.changed = sys.Ctim
+	}
+	return s, nil
 }
 
 func (s fileState) same(o fileState) bool {
-	return o.info != nil && s.mod.Equal(o.mod) && s.size == o.size && os.SameFile(s.info, o.info)
+	return o.info != nil && s.mod.Equal(o.mod) && s.size == o.size && s.changed == o.changed &&
+		os.SameFile(s.info, o.info)
 }
 
 func readFile(path string) (*ruleset, error) {

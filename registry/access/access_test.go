@@ -289,6 +289,31 @@ func TestFileIsFollowed(t *testing.T) {
 	}
 }
 
+// A file that is written in place is read again, also if its size is the same and its time of change was set back.
+func TestFileIsWrittenInPlace(t *testing.T) {
+	secret, sum := NewSecret()
+	text := "version: 1\ntokens:\n- {name: ci, sha256: " + sum + ", allow: [{repositories: ['**'], actions: [pull]}]}\n"
+	path := file(t, text)
+	g, err := Load(path, slog.New(slog.DiscardHandler))
+	if err != nil {
+		t.Fatal(err)
+	}
+	g.every = 0
+	was := g.state
+	for now := was; now.changed == was.changed; { // times of change may have ticks of milliseconds
+		text := strings.ReplaceAll(text, "pull", "push")
+		if err := errors.Join(os.WriteFile(path, []byte(text), 0o600), os.Chtimes(path, was.mod, was.mod)); err != nil {
+			t.Fatal(err)
+		}
+		if now, err = stat(path); err != nil || now.size != was.size || !now.mod.Equal(was.mod) {
+			t.Fatal(now, err)
+		}
+	}
+	if c, err := g.Caller(request("Bearer " + secret)); err != nil || c.May(Pull, "x") || !c.May(Push, "x") {
+		t.Error("it was not read again:", err)
+	}
+}
+
 // A change is seen after a while, and one that makes an unknown token known at once.
 func TestFileIsNotLookedAtAllTheTime(t *testing.T) {
 	secrets, entries := [3]string{}, [3]string{}
