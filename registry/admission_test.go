@@ -9,6 +9,7 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -203,5 +204,18 @@ func TestManyPushes(t *testing.T) {
 	}
 	if _, most, opened := h.counts(); most != reading || opened > pushes {
 		t.Errorf("%d at a time, %d in all", most, opened)
+	}
+}
+
+// Bodies of questions that are slow to come take nothing from pushes.
+func TestSlowQuestions(t *testing.T) {
+	s := newServer(t)
+	m := s.manifest("pub/a", nil, map[string]any{"annotations": map[string]string{"x": strings.Repeat("x", 100_000)}})
+	for range 20 { // of 6 MiB each
+		defer s.half("POST", "/v1/compatibility", 6<<20, []byte("{")).Close()
+	}
+	s.until("some wait", func() bool { return s.reg.Waiting() == 10 })
+	if a := s.put("pub/a", "t", m); a.status != 201 {
+		t.Error(a)
 	}
 }

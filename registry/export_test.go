@@ -24,9 +24,11 @@ func (r *Registry) OneRouter() http.Handler { return routerOf(r, func(string) bo
 
 // Waiting returns how many requests wait until they may parse something.
 func (r *Registry) Waiting() int64 {
-	m := r.memory
-	return m.turns.Waiting() + m.questions.bodies.Waiting() + m.questions.documents.Waiting() + m.pushes.bodies.Waiting() +
-		m.pushes.documents.Waiting()
+	n := r.memory.turns.Waiting()
+	for _, p := range []parsing{r.memory.questions, r.memory.pushes} {
+		n += p.arriving.Waiting() + p.bodies.Waiting() + p.documents.Waiting()
+	}
+	return n
 }
 
 // Turns is how many questions are answered at a time.

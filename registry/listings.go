@@ -199,7 +199,6 @@ func (w *response) next(path string, query url.Values) {
 // memory is what all requests together may hold in memory of documents that are not small, and of answers that are
 // being made.
 type memory struct {
-	bodies    *bounds.Budget // documents on their way here
 	pushes    parsing        // of manifests that are put
 	questions parsing        // of /v1
 	chores    *bounds.Budget // documents that are read again without a request
@@ -209,8 +208,9 @@ type memory struct {
 }
 
 // parsing is what requests of one sort may hold of texts while they are parsed: those of one sort wait for no others.
-// Whoever waits for documents may have a body, and never the other way round.
+// Whoever waits for one of these may have what stands above it, and never what stands below.
 type parsing struct {
+	arriving  *bounds.Entry // bodies on their way here
 	bodies    *bounds.Entry // of the requests themselves
 	documents *bounds.Entry // in blobs
 	idle      time.Duration
@@ -218,7 +218,7 @@ type parsing struct {
 
 func newParsing(idle time.Duration) parsing {
 	entry := func() *bounds.Entry { return bounds.NewEntry(budget, parsedSize*smallDocument, maxWaiting) }
-	return parsing{entry(), entry(), idle}
+	return parsing{bounds.NewEntry(budget, 0, maxWaiting), entry(), entry(), idle}
 }
 
 // read waits until documents of size bytes of text may be read. errMuch.
@@ -269,7 +269,7 @@ const (
 func newMemory(idle time.Duration) *memory {
 	places := max(minPlaces, runtime.GOMAXPROCS(0))
 	return &memory{
-		bodies: bounds.NewBudget(budget), pushes: newParsing(idle), questions: newParsing(idle),
+		pushes: newParsing(idle), questions: newParsing(idle),
 		chores: bounds.NewBudget(budget), answers: bounds.NewBudget(2 * budget), places: make(chan struct{}, places),
 		turns: bounds.NewEntry(int64(places), int64(places), maxWaiting),
 	}
@@ -278,16 +278,11 @@ func newMemory(idle time.Duration) *memory {
 // errMuch: the memory for documents is taken.
 var errMuch = api.Errorf(api.CodeUnavailable, "many documents are being read; try again soon")
 
-// borrow takes n bytes of a budget until the request has been answered. It waits for them for the idle time.
-func (q *request) borrow(b *bounds.Budget, n int64) (*bounds.Loan, error) {
-	ctx, cancel := context.WithTimeout(q.Context(), q.idle)
-	defer cancel()
-	l, err := b.Take(ctx, n)
-	if err != nil {
-		return nil, cmp.Or(q.Context().Err(), error(errMuch))
-	}
+// borrow waits for n bytes until the request has been answered. errMuch.
+func (q *request) borrow(e *bounds.Entry, n int64) (*bounds.Loan, error) {
+	l, err := wait(q.Context(), q.idle, e, n)
 	q.loans = append(q.loans, l)
-	return l, nil
+	return l, err
 }
 
 // giveBack returns what was borrowed.
@@ -306,7 +301,7 @@ func (q *request) document(limit int64, as parsing) ([]byte, error) {
 		_, _ = io.CopyN(io.Discard, q.body, min(q.ContentLength, 4*limit))
 		return nil, api.Errorf(api.CodeContentTooLarge, "body has %d bytes, at most %d are taken", q.ContentLength, limit)
 	}
-	b, err := q.read(limit)
+	b, err := q.read(limit, as)
 	switch {
 	case errors.Is(err, errMuch):
 		_, _ = io.CopyN(io.Discard, q.body, limit)
@@ -318,13 +313,12 @@ func (q *request) document(limit int64, as parsing) ([]byte, error) {
 	case int64(len(b)) > limit:
 		return nil, api.Errorf(api.CodeContentTooLarge, "body has more than %d bytes", limit)
 	}
-	loan, err := wait(q.Context(), q.idle, as.bodies, parsedSize*int64(len(b)))
-	q.loans = append(q.loans, loan)
+	_, err = q.borrow(as.bodies, parsedSize*int64(len(b)))
 	return b, err
 }
 
 // read reads the body, or the first limit + 1 bytes of a longer one.
-func (q *request) read(limit int64) (_ []byte, err error) {
+func (q *request) read(limit int64, as parsing) (_ []byte, err error) {
 	var b bytes.Buffer
 	size := q.ContentLength
 	if size < 0 || size > smallDocument {
@@ -334,7 +328,7 @@ func (q *request) read(limit int64) (_ []byte, err error) {
 			}
 			size = limit
 		}
-		if q.body.Held, err = q.borrow(q.memory.bodies, size); err != nil {
+		if q.body.Held, err = q.borrow(as.arriving, size); err != nil {
 			return nil, err
 		}
 	}
