@@ -30,13 +30,17 @@ func LayerName(annotations map[string]string) (string, error) {
 	return name, nil
 }
 
+// MaxFilePath is the longest name of an artifact's file, in bytes, folders included: that of a file of a checkpoint. Each
+// component has at most identity.MaxFilename.
+const MaxFilePath = 1024
+
 // CheckFilePath refuses the name of an artifact's file that could leave the folder it is put into, or mean another file
 // on some system. Components are separated by slashes.
 func CheckFilePath(name string) error {
 	bad := ""
 	switch {
-	case len(name) > identity.MaxFilename:
-		bad = fmt.Sprintf("is longer than %d bytes", identity.MaxFilename)
+	case len(name) > MaxFilePath:
+		bad = fmt.Sprintf("is longer than %d bytes", MaxFilePath)
 	case !utf8.ValidString(name):
 		bad = "is no UTF-8"
 	case strings.HasPrefix(name, "/"):
@@ -49,6 +53,9 @@ func CheckFilePath(name string) error {
 	for part := range strings.SplitSeq(name, "/") {
 		if part == "" || part == "." || part == ".." {
 			bad = cmp.Or(bad, fmt.Sprintf("has %q as a component", part))
+		}
+		if len(part) > identity.MaxFilename {
+			bad = cmp.Or(bad, fmt.Sprintf("has a component of more than %d bytes", identity.MaxFilename))
 		}
 	}
 	if bad != "" {

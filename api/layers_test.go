@@ -8,6 +8,8 @@ import (
 )
 
 func TestLayerName(t *testing.T) {
+	component := strings.Repeat("a", 255)
+	deep := strings.Repeat(component[:204]+"/", 5)[:MaxFilePath]
 	for name, notes := range map[string]map[string]string{
 		"":          {},
 		"a":         {AnnotationFilepath: "a", v1.AnnotationTitle: "a", AnnotationCNAIPath: "b"},
@@ -15,6 +17,7 @@ func TestLayerName(t *testing.T) {
 		"c":         {AnnotationCNAIPath: "c"},
 		"..a/b..":   {AnnotationFilepath: "..a/b.."},
 		"größe.txt": {AnnotationFilepath: "größe.txt"},
+		deep:        {v1.AnnotationTitle: deep},
 	} {
 		if got, err := LayerName(notes); got != name || err != nil {
 			t.Errorf("%v: %q, %v", notes, got, err)
@@ -24,7 +27,8 @@ func TestLayerName(t *testing.T) {
 		t.Errorf("two names give %q", got)
 	}
 	for _, bad := range []string{"/a", "..", "a/../b", "./a", "a//b", "a/", `a\b`, "a\x00", "a\n", "a\x1b[1m", "a\u009b", "a\u202e",
-		"a\xff", strings.Repeat("a", 256)} {
+		"a\xff", strings.Repeat("a", 256), deep + "b",
+		component + "a/b"} {
 		if got, err := LayerName(map[string]string{AnnotationFilepath: bad}); got != "" || err == nil {
 			t.Errorf("%q is taken as %q", bad, got)
 		}

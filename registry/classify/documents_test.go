@@ -95,6 +95,13 @@ func TestDocuments(t *testing.T) {
 	claim := map[string]string{api.AnnotationAggregate: agg.String()}
 	target := identity.Sum([]byte("target"))
 	rows := slices.Concat(testartifact.Row("1", base), testartifact.Row("2", base))
+	deeper := func(layers []layer) []layer {
+		const was = "state/loop.json"
+		path := strings.Repeat("state/", 165) + was
+		out := edited(t, layers, "checkpoint_manifest.json", was, path)
+		out[slices.IndexFunc(out, func(l layer) bool { return l.name == was })].name = path
+		return out
+	}
 	for name, c := range map[string]struct {
 		artifactType string
 		notes        map[string]string
@@ -115,6 +122,8 @@ func TestDocuments(t *testing.T) {
 		"PEFT, annotated": {layers: peftOf(t), notes: claim, kind: "adapter", evidence: "asserted",
 			source: "annotation dev.kiln.base-model-content.v1"},
 		"checkpoint": {layers: checkpointOf(t, base, false), kind: "checkpoint", evidence: "document",
+			source: "checkpoint_manifest.json $.auxiliary_state.base_weight_shard_manifest", name: "demo"},
+		"checkpoint of long paths": {layers: deeper(checkpointOf(t, base, false)), kind: "checkpoint", evidence: "document",
 			source: "checkpoint_manifest.json $.auxiliary_state.base_weight_shard_manifest", name: "demo"},
 		"bare checkpoint": {layers: checkpointOf(t, base, true), kind: "checkpoint", evidence: "aggregate-only",
 			legacy: true, source: "checkpoint_manifest.json $.auxiliary_state.base_model_weights_sha256", name: "demo"},
