@@ -516,19 +516,6 @@ func isLost(err error) bool {
 		errors.Is(err, classify.ErrDamaged) || errors.Is(err, api.ErrManifestInvalid)
 }
 
-// keptFinding returns what the store has kept of what was found of a manifest.
-func (r *Registry) keptFinding(ref blobstore.Ref, m classify.Manifest) (f classify.Finding, kept bool) {
-	if ref.Finding == "" {
-		return f, false
-	}
-	f, err := classify.ParseFinding(m, ref.Finding)
-	if err != nil {
-		r.log.Error("what was found of a manifest does not read back: it is found again", "repository", ref.Repo,
-			"digest", ref.Digest.String(), "error", err)
-	}
-	return f, err == nil
-}
-
 // baseOf is that of the index once the batch is in it.
 func (re *replay) baseOf(ctx context.Context, repo string, d identity.Digest) (identity.Aggregate, error) {
 	if a, ok := re.bases[repo+"\x00"+d.String()]; ok {

@@ -401,6 +401,19 @@ func findIn(ctx context.Context, b classify.Blobs, m classify.Manifest) (classif
 	return classify.Finding{Artifact: a, Rules: classify.Rules}, err
 }
 
+// keptFinding returns what the store has kept of what was found of a manifest.
+func (r *Registry) keptFinding(ref blobstore.Ref, m classify.Manifest) (f classify.Finding, kept bool) {
+	if ref.Finding == "" {
+		return f, false
+	}
+	f, err := classify.ParseFinding(m, ref.Finding)
+	if err != nil {
+		r.log.Error("what was found of a manifest does not read back: it is found again", "repository", ref.Repo,
+			"digest", ref.Digest.String(), "error", err)
+	}
+	return f, err == nil
+}
+
 // recordOf makes the record of a manifest of what was found of it.
 func recordOf(repo string, m classify.Manifest, body []byte, f classify.Finding) (index.PutManifest, error) {
 	put := index.PutManifest{
