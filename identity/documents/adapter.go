@@ -210,13 +210,17 @@ func (m AdapterManifest) checkUsual(files map[string]identity.Digest) error {
 // adapterPickleFile is what PEFT loads where there is no AdapterWeightsFile.
 const adapterPickleFile = "adapter_model.bin"
 
-// CheckReceipt compares m with the receipt pushed beside it: its bytes, the base, the weights of the adapter. Only what
-// both record is compared. The error is an *Error of rule RuleFileDigest, RuleBaseConflict or RuleAgreement.
+// CheckReceipt compares m with the receipt pushed beside it: its bytes, the base, the weights of the adapter, and
+// that the run succeeded. Only what both record is compared. The error is an *Error of rule RuleFileDigest, RuleBaseConflict or RuleAgreement.
 func (m AdapterManifest) CheckReceipt(r Receipt) error {
 	if !m.Receipt.IsZero() && m.Receipt != r.Digest {
 		return &Error{Kind: KindAdapterManifest, Rule: RuleFileDigest, Path: "$.receipt_hash",
 			Msg:  fmt.Sprintf("is %v, but the receipt has %v", m.Receipt, r.Digest),
 			Said: m.Receipt.String(), Other: r.Digest.String(), OtherAt: string(KindReceipt)}
+	}
+	if r.Status == StatusFailed { // Kiln writes m for a run that succeeded only
+		return &Error{Kind: KindAdapterManifest, Rule: RuleAgreement, Path: "$.receipt_hash",
+			Msg: "is of the receipt of a run that failed: such a run has no adapter manifest"}
 	}
 	if _, err := Join(r.Base(), m.Base()); err != nil {
 		return err

@@ -185,6 +185,8 @@ func TestAdapterAgainstReceipt(t *testing.T) {
 	text, _ := other.MarshalJSON()
 	checkRefusal(t, m.CheckReceipt(read(string(example(t, "base.json")), string(text))), RuleBaseConflict,
 		"$.base_weight_shard_manifest", other.Aggregate.String())
+	failed := read(`"status":"success","failure_reason":null`, `"status":"failed","failure_reason":"oom"`)
+	checkRefusal(t, m.CheckReceipt(failed), RuleAgreement, "$.receipt_hash", "a run that failed")
 	checkRefusal(t, m.CheckReceipt(read("cd06a2d3", "cd06a2d4")), RuleAgreement, "$.safetensors_hash", "cd06a2d4")
 	if err := m.CheckReceipt(read(string(example(t, "base.json")), "null")); err != nil {
 		t.Error(err)
