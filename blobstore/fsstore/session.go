@@ -188,7 +188,7 @@ func (s *session) receive(ctx context.Context, r io.Reader) (err error) {
 	}()
 	bg := background{s: s}
 	defer bg.wait()
-	announced, room := s.saved.Announced, int64(math.MaxInt64)
+	announced, room := s.saved.Announced, int64(math.MaxInt64) // a save in the background writes saved
 	if announced >= 0 {
 		room = announced - s.size
 	}
@@ -201,7 +201,7 @@ func (s *session) receive(ctx context.Context, r io.Reader) (err error) {
 		if room -= int64(n); room < 0 {
 			return fmt.Errorf("%w: more than the announced %d bytes", blobstore.ErrSizeMismatch, announced)
 		}
-		if p.held, err = s.write(piece[:n]); err != nil {
+		if p.held, err = s.write(piece[:n], announced); err != nil {
 			return err
 		}
 		if rerr == io.EOF {
@@ -214,12 +214,13 @@ func (s *session) receive(ctx context.Context, r io.Reader) (err error) {
 }
 
 // write stores b and hashes what was stored of it, maybe later: then held is true, and b must stay as it is until the
-// next one is written or feed is flushed. After an error the file ends where the hash does.
-func (s *session) write(b []byte) (held bool, err error) {
+// next one is written or feed is flushed. After an error the file ends where the hash does. The upload was announced
+// with that many bytes; negative: it was not.
+func (s *session) write(b []byte, announced int64) (held bool, err error) {
 	if len(b) == 0 {
 		return false, nil
 	}
-	s.reserve(int64(len(b)))
+	s.reserve(int64(len(b)), announced)
 	n, err := s.data.WriteAt(b, s.size)
 	held = s.feed.Write(b[:n])
 	s.size += int64(n)
@@ -231,11 +232,11 @@ func (s *session) write(b []byte) (held bool, err error) {
 
 // reserve takes disk space for the next bytes of an upload that was announced with a size, some at a time, as that makes
 // writing and syncing cheaper. A full disk is for the write to find.
-func (s *session) reserve(n int64) {
-	if s.saved.Announced < 0 || s.size+n <= s.reserved {
+func (s *session) reserve(n, announced int64) {
+	if announced < 0 || s.size+n <= s.reserved {
 		return
 	}
-	if s.reserved = min(s.size+max(n, reserveStep), s.saved.Announced); s.reserved-s.size > n {
+	if s.reserved = min(s.size+max(n, reserveStep), announced); s.reserved-s.size > n {
 		_ = s.data.ReserveNext(s.size, s.reserved-s.size)
 	}
 }
