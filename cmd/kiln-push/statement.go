@@ -182,20 +182,9 @@ func deriveCommand() *cobra.Command {
 		Example: "  kiln-push derive 127.0.0.1:5000/team/model-int4:v1 --from 127.0.0.1:5000/team/model:v1 --how quantize",
 		Args:    cli.Args("TARGET"),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			if len(from) == 0 || how == "" {
-				return cli.Usagef("derive needs --from SOURCE and --how quantize|merge|finetune")
-			}
-			switch documents.How(how) {
-			case documents.Quantize, documents.Merge, documents.Finetune:
-			default:
-				return cli.Usagef("--how %.40q: want quantize, merge or finetune", how)
-			}
-			said, err := w.said()
+			said, err := w.derived(from, documents.How(how))
 			if err != nil {
 				return err
-			}
-			if said.Reason == "" {
-				said.Reason = how
 			}
 			found, err := models(cmd, &flags, append([]string{args[0]}, from...), folder.Options{FollowLinks: follow})
 			var other *folder.KindError
@@ -232,6 +221,23 @@ func deriveCommand() *cobra.Command {
 	cmd.Flags().StringVar(&registry, "registry", cli.Registry(), "where a TARGET that is no REF is looked for")
 	cmd.Flags().BoolVar(&follow, "follow-links", false, "read the files behind links, as in a Hugging Face cache")
 	return cmd
+}
+
+// derived checks what is said of how a model was made, and returns the words that go with it.
+func (w words) derived(from []string, how documents.How) (artifact.Words, error) {
+	if len(from) == 0 || how == "" {
+		return artifact.Words{}, cli.Usagef("derive needs --from SOURCE and --how quantize|merge|finetune")
+	}
+	switch how {
+	case documents.Quantize, documents.Merge, documents.Finetune:
+	default:
+		return artifact.Words{}, cli.Usagef("--how %.40q: want quantize, merge or finetune", string(how))
+	}
+	said, err := w.said()
+	if said.Reason == "" {
+		said.Reason = string(how)
+	}
+	return said, err
 }
 
 // models finds the models that are named.

@@ -21,35 +21,8 @@ const maxEntries = 4096
 // readCheckpoint reads a checkpoint folder by Kiln's rules and in its order. No link is followed, and the set of files
 // is exactly the one that the manifest lists.
 func readCheckpoint(dir string, _ Options) (*draft, error) {
-	dir, err := filepath.Abs(dir)
+	f, entries, byName, err := listCheckpoint(dir)
 	if err != nil {
-		return nil, err
-	}
-	info, err := os.Lstat(dir)
-	if err != nil {
-		return nil, err
-	}
-	if info.Mode().IsRegular() && !strings.HasSuffix(dir, documents.CheckpointSuffix) {
-		return nil, &fs.PathError{Op: "read folder", Path: dir, Err: syscall.ENOTDIR}
-	}
-	var f *folder.Folder
-	var found []folder.Member
-	if info.IsDir() {
-		f, found, err = folder.List(dir, true, maxEntries, folder.Options{})
-	}
-	if errors.Is(err, folder.ErrTooMany) {
-		return nil, &Error{Code: CodeTooManyFiles, Msg: err.Error(), Hint: "a checkpoint holds at most 64 files"}
-	}
-	if err != nil {
-		return nil, err
-	}
-	entries := make([]documents.Entry, len(found))
-	byName := map[string]folder.File{}
-	for i, m := range found {
-		entries[i] = documents.Entry{Path: m.Name, Mode: modes[m.Mode], Links: m.Names, Size: uint64(m.Size)}
-		byName[m.Name] = m.File
-	}
-	if err := documents.CheckCheckpointFolder(filepath.Base(dir), modeOf(info), entries); err != nil {
 		return nil, err
 	}
 	text, err := document(f, byName[documents.CheckpointFile], documents.MaxDocument)
@@ -83,6 +56,39 @@ func readCheckpoint(dir string, _ Options) (*draft, error) {
 		d.parts = append(d.parts, part{name: name, kind: stateKind(name), file: byName[name]})
 	}
 	return d, nil
+}
+
+// listCheckpoint lists a checkpoint folder, and checks by the listing alone that it may be one.
+func listCheckpoint(dir string) (
+	f *folder.Folder, entries []documents.Entry, byName map[string]folder.File, err error,
+) {
+	if dir, err = filepath.Abs(dir); err != nil {
+		return nil, nil, nil, err
+	}
+	info, err := os.Lstat(dir)
+	if err != nil {
+		return nil, nil, nil, err
+	}
+	if info.Mode().IsRegular() && !strings.HasSuffix(dir, documents.CheckpointSuffix) {
+		return nil, nil, nil, &fs.PathError{Op: "read folder", Path: dir, Err: syscall.ENOTDIR}
+	}
+	var found []folder.Member
+	if info.IsDir() {
+		f, found, err = folder.List(dir, true, maxEntries, folder.Options{})
+	}
+	if errors.Is(err, folder.ErrTooMany) {
+		return nil, nil, nil, &Error{Code: CodeTooManyFiles, Msg: err.Error(), Hint: "a checkpoint holds at most 64 files"}
+	}
+	if err != nil {
+		return nil, nil, nil, err
+	}
+	entries = make([]documents.Entry, len(found))
+	byName = map[string]folder.File{}
+	for i, m := range found {
+		entries[i] = documents.Entry{Path: m.Name, Mode: modes[m.Mode], Links: m.Names, Size: uint64(m.Size)}
+		byName[m.Name] = m.File
+	}
+	return f, entries, byName, documents.CheckCheckpointFolder(filepath.Base(dir), modeOf(info), entries)
 }
 
 // modes are the kinds of entries, as documents has them.
