@@ -96,3 +96,37 @@ func TestRowsOfTwoBases(t *testing.T) {
 		}
 	})
 }
+
+// A row that names no base may have used any: then no base is ruled out, however many the other rows name.
+func TestRowsWithoutBase(t *testing.T) {
+	everywhere(t, func(t *testing.T, f *family) {
+		a, b := shardsOf(t, f.server, f.a), shardsOf(t, f.server, f.b)
+		c, err := identity.New([]identity.Shard{{Filename: "c.safetensors", Size: 9, Digest: identity.Sum([]byte("c"))}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		nowhere := &api.Side{Aggregate: identity.Aggregate(identity.Sum([]byte("nowhere")))}
+		open := testartifact.Row("0", nil)
+		of := func(all ...*identity.Manifest) (rows []byte) {
+			for _, base := range all {
+				rows = slices.Concat(rows, testartifact.Row("1", base), testartifact.Row("2", base))
+			}
+			return rows
+		}
+		for name, q := range map[string]struct {
+			rows          []byte
+			verdict, says string
+		}{
+			"three": {slices.Concat(of(a, b, &c), open), api.VerdictCannotTell, "1 of the 7 rows of the file name no base"},
+			"one":   {slices.Concat(open, of(a), open), api.VerdictCannotTell, "2 of the 4 rows of the file name no base"},
+			"bound": {of(a, b, &c), api.VerdictNo, "rows of 3 bases"},
+		} {
+			repo := "lab/" + name
+			f.made(repo, "v1", api.ArtifactTypeEval, []desc{f.titled(repo, "o.jsonl", q.rows)}, nil)
+			got, answer := f.ask(used(repo+":v1", nowhere, nil))
+			if got.Verdict != q.verdict || !strings.Contains(strings.Join(got.Reasons, "\n"), q.says) || len(got.Derived) > 0 {
+				t.Errorf("%s: %v", name, answer)
+			}
+		}
+	})
+}
