@@ -228,15 +228,16 @@ func findFiles(layers []Descriptor) (files, error) {
 // isRaw says whether the layer's blob is the file itself. Clients that push single files label them as plain tar
 // layers, so that type alone can't tell; a name, and no note to unpack, can.
 func isRaw(d Descriptor, name string) bool {
+	mediaType := essence(d.MediaType)
 	switch {
 	case d.nondistributable(): // whether or not its blob is somewhere in the store
 		return false
-	case strings.HasSuffix(d.MediaType, ".raw"):
+	case strings.HasSuffix(mediaType, ".raw"):
 		return true
-	case d.MediaType == v1.MediaTypeImageLayer:
+	case mediaType == v1.MediaTypeImageLayer:
 		return name != "" && d.Annotations[api.AnnotationOrasUnpack] != "true"
 	}
-	switch d.MediaType {
+	switch mediaType {
 	case "application/octet-stream", "application/vnd.docker.ai.safetensors",
 		"application/vnd.cncf.model.weight.v1.safetensors":
 		return true
@@ -246,7 +247,7 @@ func isRaw(d Descriptor, name string) bool {
 
 // isArchive says whether the layer may hold files that the registry has not looked at.
 func isArchive(d Descriptor) bool {
-	return strings.Contains(d.MediaType, ".tar") || d.Annotations[api.AnnotationOrasUnpack] == "true"
+	return strings.Contains(essence(d.MediaType), ".tar") || d.Annotations[api.AnnotationOrasUnpack] == "true"
 }
 
 func (f files) hasAdapter() bool {

@@ -137,8 +137,30 @@ func refused(name string, err error) error {
 // plain says whether the blob of a layer may be the file itself, byte for byte: whatever its type says, as long as that
 // is no archive and no compression. Clients call single documents what they like.
 func (f file) plain() bool {
-	return f.raw || !f.nondistributable() && !isArchive(f.Descriptor) && !strings.Contains(f.MediaType, "+gzip") &&
-		!strings.Contains(f.MediaType, "+zstd") && !strings.Contains(f.MediaType, "+encrypted")
+	return f.raw || !f.nondistributable() && !isArchive(f.Descriptor) && !isEncoded(f.MediaType)
+}
+
+// encodings are the words of a media type that say that something is packed, and not there byte for byte.
+var encodings = []string{
+	"gzip", "zstd", "zip", "xz", "tar", "gtar", "bzip", "bzip2", "bz2", "lz4", "lzma", "lzip", "brotli", "compress",
+	"compressed", "7z", "rar", "encrypted",
+}
+
+// isEncoded says whether a media type has a word for an encoding: application/x-gzip, application/json+gzip.
+func isEncoded(mediaType string) bool {
+	between := func(c rune) bool { return strings.ContainsRune("/.+-", c) }
+	for word := range strings.FieldsFuncSeq(essence(mediaType), between) {
+		if slices.Contains(encodings, word) {
+			return true
+		}
+	}
+	return false
+}
+
+// essence is a media type as it is compared: in lower case, without parameters.
+func essence(mediaType string) string {
+	t, _, _ := strings.Cut(mediaType, ";")
+	return strings.ToLower(strings.TrimSpace(t))
 }
 
 // checkPacked refuses a document under a name of Kiln's whose layer says that it is packed, or is elsewhere: clients take
