@@ -431,7 +431,7 @@ func TestGracefulStop(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer pull.Body.Close()
-	half := bytes.Repeat([]byte("a"), 256<<10)
+	half := bytes.Repeat([]byte("a"), 512<<10) // what a store takes at once
 	h, _ := s.do(202, "POST", api.PathUploads("a"), nil)
 	pr, pw := io.Pipe()
 	pushed := make(chan error, 1)
