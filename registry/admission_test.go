@@ -131,12 +131,12 @@ func TestManyQuestions(t *testing.T) {
 	const reading = 2
 	turns := s.reg.Turns()
 	var all []net.Conn
-	for range turns + registry.MaxWaiting {
+	for range turns + registry.MaxOfOne {
 		all = append(all, s.half("POST", "/v1/compatibility", len(question), question))
 	}
 	s.until("all but two wait", func() bool {
 		now, _, _ := h.counts()
-		return now == reading && s.reg.Waiting() == int64(turns-reading+registry.MaxWaiting)
+		return now == reading && s.reg.Waiting() == int64(turns-reading+registry.MaxOfOne)
 	})
 	if a := s.do("POST", "/v1/compatibility", question); a.status != 503 || a.header.Get("Retry-After") == "" {
 		t.Error(a)

@@ -34,5 +34,5 @@ func (r *Registry) Waiting() int64 {
 // Turns is how many questions are answered at a time.
 func (r *Registry) Turns() int { return cap(r.memory.places) }
 
-// MaxWaiting is how many requests may wait for one thing.
-const MaxWaiting = maxWaiting
+// MaxOfOne is how many questions of one caller may wait for their turn.
+const MaxOfOne = maxOfOne

@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"net"
 	"net/http"
 	"net/url"
 	"runtime"
@@ -204,7 +205,7 @@ type memory struct {
 	chores    *bounds.Budget // documents that are read again without a request
 	answers   *bounds.Budget // answers on their way to clients
 	places    chan struct{}  // each is an answer that is being made
-	turns     *bounds.Entry  // each is a question that is being answered of documents
+	turns     *bounds.Turns  // each is a question that is being answered of documents
 }
 
 // parsing is what requests of one sort may hold of texts while they are parsed: those of one sort wait for no others.
@@ -246,11 +247,26 @@ func wait(ctx context.Context, idle time.Duration, e *bounds.Entry, n int64) (*b
 // turn waits until a question may be answered of documents: a few are at a time. The request leaves its place with the
 // first byte of the answer. errMuch.
 func (q *request) turn(w *response) error {
-	loan, err := wait(q.Context(), q.idle, q.memory.turns, 1)
-	if err == nil {
-		w.leave = loan.Return
+	limited, cancel := context.WithTimeout(q.Context(), q.idle)
+	defer cancel()
+	leave, err := q.memory.turns.Wait(limited, q.who())
+	if err != nil {
+		return cmp.Or(q.Context().Err(), error(errMuch))
 	}
-	return err
+	w.leave = leave
+	return nil
+}
+
+// who tells callers apart that take turns: by name, those without one by the address that they come from.
+func (q *request) who() string {
+	if q.caller.Name != "" {
+		return q.caller.Name
+	}
+	host, _, err := net.SplitHostPort(q.RemoteAddr)
+	if err != nil {
+		host = q.RemoteAddr
+	}
+	return "\x00" + host // which no name begins with
 }
 
 const (
@@ -262,6 +278,8 @@ const (
 	parsedSize = 8
 	// maxWaiting is how many requests may wait for one thing. Whoever comes then is turned away at once.
 	maxWaiting = 256
+	// maxOfOne is how many questions of one caller may wait for their turn.
+	maxOfOne = maxWaiting / 4
 	// minPlaces is how many answers may be made at once where there are few processors. It takes no waiting for others.
 	minPlaces = 4
 )
@@ -271,7 +289,7 @@ func newMemory(idle time.Duration) *memory {
 	return &memory{
 		pushes: newParsing(idle), questions: newParsing(idle),
 		chores: bounds.NewBudget(budget), answers: bounds.NewBudget(2 * budget), places: make(chan struct{}, places),
-		turns: bounds.NewEntry(int64(places), int64(places), maxWaiting),
+		turns: bounds.NewTurns(places, maxWaiting, maxOfOne),
 	}
 }
 
