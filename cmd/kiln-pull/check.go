@@ -185,7 +185,7 @@ type side struct {
 	Checked   string             `json:"checked,omitempty"` // how files were compared with documents
 	Legacy    bool               `json:"legacy,omitempty"`
 	Absent    bool               `json:"no_base_identity,omitempty"` // the server says so
-	Conflict  string             `json:"conflict,omitempty"`         // that its subject is of another base
+	Conflict  string             `json:"conflict,omitempty"`         // that its subject or a statement names another base
 	Disputed  string             `json:"disputed,omitempty"`         // why statements about its base decide nothing
 }
 

@@ -33,6 +33,9 @@ func (f *pullFlags) prepare(
 	}
 	if f.against == "" && f.withBase == "" && (plan.Kind == api.KindEval || plan.Kind == api.KindStatement) {
 		a, err := made.Told(ctx, c, plan) // large as its one document may be, it is not read twice
+		if a != nil && a.Conflict != "" {
+			f.warn(show, a.Conflict)
+		}
 		return a, nil, err
 	}
 	a, err := made.Read(ctx, c, plan)
@@ -224,7 +227,7 @@ type madeFrom struct {
 	Source    string             `json:"source,omitempty"`
 	Legacy    bool               `json:"legacy,omitempty"`
 	Disputed  string             `json:"disputed,omitempty"` // why statements decide nothing
-	Conflict  string             `json:"conflict,omitempty"` // that its subject is of another base
+	Conflict  string             `json:"conflict,omitempty"` // that its subject, or a statement, names another base
 	NotProven []string           `json:"not_proven"`
 }
 

@@ -25,7 +25,7 @@ import (
 // madeCommands are the commands of the scripts about what is made from a base.
 var madeCommands = map[string]func(*testscript.TestScript, bool, []string){
 	"made": writeMade, "edit": edit, "without": without, "send": send, "serving": serving, "links": links, "relink": relink,
-	"provenance": provenance, "foreign": foreign, "bind": bind, "many": many, "derive": derive,
+	"provenance": provenance, "foreign": foreign, "bind": bind, "many": many, "foretell": foretell, "derive": derive,
 }
 
 // modelOf hashes a model folder; nil for one that is called none.
@@ -163,6 +163,24 @@ func bind(ts *testscript.TestScript, _ bool, args []string) {
 	a, err := artifact.Bind(f, base, artifact.Words{By: "a", Reason: reason, At: "2026-01-02T03:04:05Z"})
 	ts.Check(err)
 	pushArtifact(ts, a, client.Reference{Host: ref.Host, Repo: ref.Repo}, "STATEMENT")
+}
+
+// foretell states that an artifact was made from a base in a repository that does not hold it yet: foretell REF REPO BASE
+func foretell(ts *testscript.TestScript, _ bool, args []string) {
+	ctx := context.Background()
+	ref, err := client.ParseReference(args[0])
+	ts.Check(err)
+	c, err := client.New(ref.Host, client.Options{})
+	ts.Check(err)
+	defer c.Close()
+	f, err := artifact.FindManifest(ctx, c, ref)
+	ts.Check(err)
+	f.Annotations = nil // who says it has not seen the artifact
+	base, err := artifact.FindBase(ctx, args[2], func(string, bool) (*client.Client, error) { return c, nil })
+	ts.Check(err)
+	a, err := artifact.Bind(f, base, artifact.Words{By: "a", Reason: "b", At: "2026-01-02T03:04:05Z"})
+	ts.Check(err)
+	pushArtifact(ts, a, client.Reference{Host: ref.Host, Repo: args[1]}, "STATEMENT")
 }
 
 // many states it as often as that: many REF BASE TIMES

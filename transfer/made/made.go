@@ -37,7 +37,7 @@ type Artifact struct {
 	Record    resume.Made
 	Legacy    bool            // a Kiln record without the full manifest of its base
 	Disputed  string          // why bind statements, which alone name its base, decide nothing; empty: they agree, or are not needed
-	Conflict  string          // that its subject is of another base than it says itself; empty: it is not
+	Conflict  string          // that its subject or a statement names another base than it does; empty: none
 	Checked   string          // one sentence on how its files were compared with its documents
 	Weights   identity.Digest // of an adapter: of the file of its weights; zero: not known
 	// Checkpoint is the manifest of a checkpoint; nil for every other kind.
@@ -159,24 +159,20 @@ func (a Artifact) weightsFile() string {
 // Told is what the registry says about the base of an artifact in it, of which no document is read: what it found when
 // the artifact was pushed, and what statements say. Nil: the registry does not say it.
 func Told(ctx context.Context, c *client.Client, plan transfer.Plan) (*Artifact, error) {
-	l, err := c.Lineage(ctx, plan.Manifest, plan.Repository, "", 1)
-	var answered *client.StatusError
+	x, err := told(ctx, c, plan)
 	switch {
-	case errors.As(err, &answered), errors.Is(err, client.ErrNotBlob):
-		return nil, nil
 	case err != nil:
 		return nil, fmt.Errorf("what %s was made from: %w", plan.Reference(), err)
+	case x == nil:
+		return nil, nil
 	}
-	x := l.Artifact
-	a := Artifact{Kind: plan.Kind, Name: x.Name, Reference: plan.Reference(), Registry: plan.Registry, Disputed: Disputed(x)}
+	a := Artifact{Kind: plan.Kind, Name: x.Name, Reference: plan.Reference(), Registry: plan.Registry,
+		Disputed: Disputed(*x), Conflict: Conflict(*x)}
 	b := documents.Binding{Evidence: documents.Evidence(cmp.Or(x.Binding.Evidence, api.EvidenceNone)),
 		Aggregate: x.Binding.Aggregate}
 	where := x.Binding.Source
 	if x.Facts != nil {
 		a.Legacy, where = x.Facts.Legacy, cmp.Or(where, x.Facts.Source)
-		if c := x.Facts.Conflict; c != nil {
-			a.Conflict = fmt.Sprintf("its %s is of base %s, but %s says %s", c.DerivedAt, c.Derived, c.ClaimedAt, c.Claimed)
-		}
 	}
 	kind, path, _ := strings.Cut(where, " ")
 	b.Kind, b.Path = documents.Kind(kind), path

@@ -6,6 +6,8 @@ import (
 	"io/fs"
 	"net/http"
 	"net/http/httptest"
+	"net/http/httputil"
+	"net/url"
 	"os"
 	"path/filepath"
 	"strings"
@@ -257,6 +259,40 @@ func TestClaims(t *testing.T) {
 	}
 	if _, err := made.Read(t.Context(), w.c, base); !errors.Is(err, made.ErrNotMade) {
 		t.Errorf("a base: %v", err)
+	}
+}
+
+// TestNoLineage: registries that keep no lineage, whatever they answer, have no word about what says its base itself.
+func TestNoLineage(t *testing.T) {
+	w := newWorld(t)
+	if err := testartifact.Adapter(w.path("sql"), 1, &w.base); err != nil {
+		t.Fatal(err)
+	}
+	plan := w.send(t, api.KindAdapter, w.path("sql"), "team/model")
+	to := httputil.NewSingleHostReverseProxy(&url.URL{Scheme: "http", Host: w.host})
+	for name, answer := range map[string]http.HandlerFunc{
+		"not found": http.NotFound,
+		"refused":   func(rw http.ResponseWriter, _ *http.Request) { rw.WriteHeader(http.StatusForbidden) },
+		"another":   func(rw http.ResponseWriter, _ *http.Request) { _, _ = rw.Write([]byte(`{}`)) },
+		"page": func(rw http.ResponseWriter, _ *http.Request) {
+			rw.Header().Set("Content-Type", "text/html")
+			_, _ = rw.Write([]byte("<html>log in</html>"))
+		},
+	} {
+		mux := http.NewServeMux()
+		mux.Handle("/v2/", to)
+		mux.Handle("/v1/", answer)
+		srv := httptest.NewServer(mux)
+		defer srv.Close()
+		c, err := client.New(strings.TrimPrefix(srv.URL, "http://"), client.Options{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer c.Close()
+		a, err := made.Read(t.Context(), c, plan)
+		if err != nil || a.Conflict != "" || a.Disputed != "" || a.Aggregate() != w.base.Aggregate {
+			t.Errorf("%s: %+v, %v", name, a, err)
+		}
 	}
 }
 

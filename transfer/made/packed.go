@@ -1,6 +1,7 @@
 package made
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -65,7 +66,7 @@ func (p packed) entries() (entries []documents.Entry) {
 
 // claims joins what the manifest says about the base with what the documents say. Two that differ are a
 // *documents.Error. A subject of another base is none of these: it may have come later, and what the artifact says itself
-// stands, as it does in the registry.
+// stands, as it does in the registry. Nor is a bind statement that was there first.
 func (p packed) claims(ctx context.Context, c *client.Client, a *Artifact) (err error) {
 	all := []documents.Binding{a.Binding()}
 	if p.Claim != "" {
@@ -96,13 +97,23 @@ func (p packed) claims(ctx context.Context, c *client.Client, a *Artifact) (err 
 		all = append(all, a.Binding())
 	}
 	best, err := documents.Join(all...)
-	if err == nil && best.Aggregate.IsZero() {
-		best, a.Disputed, err = p.stated(ctx, c)
+	if err != nil {
+		return err
 	}
-	if err == nil && !best.Aggregate.IsZero() { // else the place where the document could have said it stays
+	x, err := told(ctx, c, p.Plan)
+	switch own := !best.Aggregate.IsZero(); {
+	case err != nil && (!own || client.Temporary(err) || ctx.Err() != nil):
+		return fmt.Errorf("statements about %s: %w", p.Reference(), err)
+	case err != nil || x == nil: // what answers keeps no lineage, and the artifact says its base itself
+	case own:
+		a.Conflict = cmp.Or(a.Conflict, Conflict(*x))
+	default:
+		best, a.Disputed = stated(*x)
+	}
+	if !best.Aggregate.IsZero() { // else the place where the document could have said it stays
 		a.Record.Binding = best
 	}
-	return err
+	return nil
 }
 
 // differs says whether a subject is of another base than the artifact says itself, in none of its outcome rows.
@@ -111,26 +122,47 @@ func (a Artifact) differs(own, subject documents.Binding) bool {
 	return !is.IsZero() && !own.Aggregate.IsZero() && is != own.Aggregate && is != a.Aggregate()
 }
 
-// stated is what bind statements say about the base, as the registry has them. A registry that keeps none says nothing;
-// where statements disagree, none of them counts, and disputed says so.
-func (p packed) stated(ctx context.Context, c *client.Client) (b documents.Binding, disputed string, err error) {
-	l, err := c.Lineage(ctx, p.Manifest, p.Repository, "", 1)
+// told is what the registry that holds an artifact says about it. Nil: it keeps no lineage.
+func told(ctx context.Context, c *client.Client, plan transfer.Plan) (*api.Artifact, error) {
+	var l api.Lineage
+	err := c.Retry(ctx, plan.Reference(), func() (err error) {
+		l, err = c.Lineage(ctx, plan.Manifest, plan.Repository, "", 1)
+		return err
+	})
 	var answered *client.StatusError
-	switch is := l.Artifact.Binding; {
+	switch {
 	case errors.As(err, &answered), errors.Is(err, client.ErrNotBlob):
-		return b, "", nil
+		return nil, nil
 	case err != nil:
-		return b, "", fmt.Errorf("statements about %s: %w", p.Reference(), err)
-	case is.Evidence != api.EvidenceAsserted || is.Source == "":
-		return b, "", nil
-	case Disputed(l.Artifact) != "":
-		return b, Disputed(l.Artifact), nil
-	default:
-		_, digest, _ := strings.Cut(is.Source, " ")
-		return documents.Binding{
-			Evidence: documents.EvidenceAsserted, Aggregate: is.Aggregate, Kind: documents.KindStatement, Path: digest,
-		}, "", nil
+		return nil, err
 	}
+	return &l.Artifact, nil
+}
+
+// stated is what bind statements say about the base of an artifact that does not say it itself. Where they disagree, none
+// of them counts, and disputed says so.
+func stated(x api.Artifact) (b documents.Binding, disputed string) {
+	is := x.Binding
+	if is.Evidence != api.EvidenceAsserted || is.Source == "" {
+		return b, ""
+	}
+	if disputed = Disputed(x); disputed != "" {
+		return b, disputed
+	}
+	_, digest, _ := strings.Cut(is.Source, " ")
+	return documents.Binding{
+		Evidence: documents.EvidenceAsserted, Aggregate: is.Aggregate, Kind: documents.KindStatement, Path: digest,
+	}, ""
+}
+
+// Conflict says what contradicts the base that an artifact names itself, as its registry found it: its subject, or a
+// bind statement that counts. What the artifact says stands. Empty: nothing does. The text is a stranger's.
+func Conflict(x api.Artifact) string {
+	if x.Facts == nil || x.Facts.Conflict == nil {
+		return ""
+	}
+	c := x.Facts.Conflict
+	return fmt.Sprintf("its %s is of base %s, but %s says %s", c.DerivedAt, c.Derived, c.ClaimedAt, c.Claimed)
 }
 
 // Disputed says why the bind statements about an artifact that records no base decide nothing: those that count name

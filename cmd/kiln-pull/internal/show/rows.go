@@ -154,8 +154,8 @@ func note(x api.Artifact) string {
 	return strings.Join(notes, "; ")
 }
 
-// conflict says that the subject of an artifact, which came later, is of another base than the artifact names; empty: it
-// is not.
+// conflict says that the subject of an artifact, or a bind statement about it, names another base than the artifact does;
+// empty: none does.
 func conflict(x api.Artifact) string {
 	if x.Facts == nil || x.Facts.Conflict == nil {
 		return ""

@@ -435,7 +435,11 @@ func (p *printer) name(l api.Link) string {
 		if made.Disputed(*x) != "" {
 			text += " (its base can't be told)"
 		}
-		if conflict(*x) != "" {
+		switch {
+		case conflict(*x) == "":
+		case strings.HasPrefix(x.Facts.Conflict.ClaimedAt, "statement "):
+			text += " (a statement names another base)"
+		default:
 			text += " (its subject is of another base)"
 		}
 		return text
