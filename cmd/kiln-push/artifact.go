@@ -203,7 +203,11 @@ func printArtifact(stdout io.Writer, p artifact.Pushed, asJSON bool) error {
 			artifact.Pushed
 		}{"pushed", p})
 	}
-	_, err := fmt.Fprintf(stdout, "base      %s\ndigest    %s\nreference %s\n", claimed(p), p.Digest, p.Reference)
+	counts := ""
+	if p.Counts != "" {
+		counts = "counts    " + client.Escape(p.Counts) + "\n"
+	}
+	_, err := fmt.Fprintf(stdout, "base      %s\n%sdigest    %s\nreference %s\n", claimed(p), counts, p.Digest, p.Reference)
 	return err
 }
 

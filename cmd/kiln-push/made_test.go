@@ -1,11 +1,13 @@
 package main
 
 import (
+	"context"
 	"encoding/json"
 	"fmt"
 	"io"
 	"net/http"
 	"os"
+	"strconv"
 	"strings"
 	"sync/atomic"
 
@@ -14,17 +16,18 @@ import (
 	"github.com/kiln-registry/kiln-registry/api/client"
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/internal/testartifact"
+	"github.com/kiln-registry/kiln-registry/transfer/artifact"
 )
 
 // madeCommands are the commands of the scripts about what is made from a base.
 var madeCommands = map[string]func(*testscript.TestScript, bool, []string){
-	"made": made, "edit": edit, "without": without, "relink": relink, "unsent": unsent,
+	"made": writeMade, "many": many, "edit": edit, "without": without, "relink": relink, "unsent": unsent,
 	"manifest": writeManifest, "reference": reference, "subject": subject, "layer": writeLayer,
 }
 
-// made writes an artifact that was made from the base whose manifest is in a file, or from none where that is called
+// writeMade writes an artifact that was made from the base whose manifest is in a file, or from none where that is called
 // none: made peft|adapter|checkpoint|bare|receipt|eval|row PATH BASE [SEED]
-func made(ts *testscript.TestScript, _ bool, args []string) {
+func writeMade(ts *testscript.TestScript, _ bool, args []string) {
 	path, base, seed := ts.MkAbs(args[1]), (*identity.Manifest)(nil), byte(1)
 	if args[2] != "none" {
 		m, err := identity.Parse([]byte(strings.TrimSpace(ts.ReadFile(args[2]))))
@@ -50,6 +53,28 @@ func made(ts *testscript.TestScript, _ bool, args []string) {
 		ts.Check(f.Close())
 	default:
 		ts.Fatalf("made: %q is nothing", args[0])
+	}
+}
+
+// many states that an artifact was made from a base, as often as that, by "a" for "run 0" and so on: many REF BASE TIMES
+func many(ts *testscript.TestScript, _ bool, args []string) {
+	ctx := context.Background()
+	ref, err := client.ParseReference(args[0])
+	ts.Check(err)
+	n, err := strconv.Atoi(args[2])
+	ts.Check(err)
+	c, err := client.New(ref.Host, client.Options{})
+	ts.Check(err)
+	defer c.Close()
+	f, err := artifact.FindManifest(ctx, c, ref)
+	ts.Check(err)
+	base, err := artifact.FindBase(ctx, args[1], func(string, bool) (*client.Client, error) { return c, nil })
+	ts.Check(err)
+	for i := range n {
+		a, err := artifact.Bind(f, base, artifact.Words{By: "a", Reason: fmt.Sprint("run ", i), At: "2026-01-02T03:04:05Z"})
+		ts.Check(err)
+		_, err = a.Push(ctx, c, client.Reference{Host: ref.Host, Repo: ref.Repo}, nil)
+		ts.Check(err)
 	}
 }
 

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -10,6 +11,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/kiln-registry/kiln-registry/api"
 	"github.com/kiln-registry/kiln-registry/api/client"
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/identity/documents"
@@ -18,6 +20,7 @@ import (
 	"github.com/kiln-registry/kiln-registry/transfer"
 	"github.com/kiln-registry/kiln-registry/transfer/artifact"
 	"github.com/kiln-registry/kiln-registry/transfer/folder"
+	"github.com/kiln-registry/kiln-registry/transfer/made"
 )
 
 // words are the flags of a statement.
@@ -48,8 +51,9 @@ func bindCommand() *cobra.Command {
 		Use:   "bind DIGEST|REF --base AGGREGATE|REF --reason TEXT",
 		Short: "Say which base an artifact was made from",
 		Long: "Say which base an artifact was made from, after it was pushed. The artifact stays as it is: a statement\n" +
-			"is put beside it, with who says so, when and why. Where the same person has said the same of it before, for\n" +
-			"the same reason, nothing is pushed. The 16 newest statements about an artifact count, and decide if they agree.\n\n" +
+			"is put beside it, with who says so, when and why. The 16 newest statements about an artifact count, and decide\n" +
+			"if they agree. Where one of these is by the same person and says the same for the same reason, nothing is pushed.\n" +
+			"Where what counts is something else than what was said, as they disagree, the answer has a line that says so.\n\n" +
 			"A statement is withdrawn by deleting its manifest, with the right to delete in that repository and any OCI\n" +
 			"client: oras manifest delete HOST/REPOSITORY@DIGEST, with the DIGEST that bind printed.",
 		Example: "  kiln-push bind 127.0.0.1:5000/team/sql:v1 --base 127.0.0.1:5000/team/model:v1 --reason 'see run 42'",
@@ -71,7 +75,11 @@ func bindCommand() *cobra.Command {
 				if err != nil {
 					return artifact.Pushed{}, explainStatement(err)
 				}
-				return say(cmd.Context(), c, a, about, client.Reference{Host: ref.Host, Repo: ref.Repo}, show)
+				p, err := say(cmd.Context(), c, a, about, client.Reference{Host: ref.Host, Repo: ref.Repo}, show)
+				if err == nil {
+					p.Counts = counts(cmd.Context(), c, about, ref.Repo, p.Base.Aggregate)
+				}
+				return p, err
 			})
 		},
 	}
@@ -117,6 +125,26 @@ func say(ctx context.Context, c *client.Client, a *artifact.Artifact, about iden
 		}
 	}
 	return a.Push(ctx, c, ref, show.Watch)
+}
+
+// counts is what the registry makes of the statements about a manifest of a repository, where that is not what was said.
+// Empty: it is, or the registry does not say it.
+func counts(ctx context.Context, c *client.Client, about identity.Digest, repo string, said identity.Aggregate) string {
+	var l api.Lineage
+	err := c.Retry(ctx, about.String(), func() (err error) {
+		l, err = c.Lineage(ctx, about, repo, "", 1)
+		return err
+	})
+	x := l.Artifact
+	switch disputed, is := made.Disputed(x), x.Binding; {
+	case err != nil:
+		return ""
+	case disputed != "":
+		return disputed
+	case !is.Aggregate.IsZero() && is.Aggregate != said && x.Bases < 2:
+		return fmt.Sprintf("it was made from %s: %s", is.Aggregate, cmp.Or(is.Source, "it says so itself"))
+	}
+	return made.Conflict(x)
 }
 
 // members are the flags that the members of a statement come from.

@@ -222,6 +222,9 @@ type Pushed struct {
 	Files     int             `json:"files"`
 	Sent      int64           `json:"sent_bytes"`            // of blobs; what the registry had already is not sent
 	Before    bool            `json:"said_before,omitempty"` // a statement that was there: nothing was pushed
+	// Counts is, of a bind statement, what the registry makes of all of them where that is not what this one says. The
+	// text is a stranger's.
+	Counts string `json:"counts,omitempty"`
 }
 
 // Claim is what an artifact says about its base, and where it says so.

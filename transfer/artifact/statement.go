@@ -14,19 +14,22 @@ import (
 	"github.com/kiln-registry/kiln-registry/transfer/folder"
 )
 
-// pagesSaid bounds the pages of a lineage that are read to find a statement.
-const pagesSaid = 100
+const (
+	pagesSaid = 100 // bounds the pages of a lineage that are read to find a statement
+	maxBinds  = 16  // bind statements about an artifact that count: the newest ones of its repository
+)
 
 // Said finds a statement that says the same as a in the same words, apart from when, about what the manifest of a digest
 // in a repository holds, and lies in that repository too. The zero Digest: there is none, a is no statement, or the
-// registry keeps no lineage. Of the newest statements about an artifact all are looked at; of many thousands not.
+// registry keeps no lineage. Of the newest statements about an artifact all are looked at; of many thousands not. A bind
+// statement is found only among those that count.
 func (a *Artifact) Said(ctx context.Context, c *client.Client, repo string, about identity.Digest) (
 	identity.Digest, error,
 ) {
 	if a.said == nil || about.IsZero() {
 		return identity.Digest{}, nil
 	}
-	pages := 0
+	pages, binds := 0, 0
 	for page, err := range transfer.LineagePages(ctx, c, about, repo) {
 		var answered *client.StatusError
 		switch {
@@ -36,7 +39,17 @@ func (a *Artifact) Said(ctx context.Context, c *client.Client, repo string, abou
 			return identity.Digest{}, err
 		}
 		for _, l := range page.Children {
-			if x := l.Artifact; x != nil && x.Kind == api.KindStatement && x.Repository == repo && sameWords(*a.said, x.Facts) {
+			x := l.Artifact
+			if x == nil || x.Kind != api.KindStatement || x.Repository != repo {
+				continue
+			}
+			if !l.Base.IsZero() {
+				binds++
+			}
+			if a.said.Bind != nil && binds > maxBinds {
+				return identity.Digest{}, nil
+			}
+			if sameWords(*a.said, x.Facts) {
 				return x.Digest, nil
 			}
 		}
