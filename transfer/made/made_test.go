@@ -200,6 +200,17 @@ func TestRowsOfTwoBases(t *testing.T) {
 			}
 		}
 	}
+	// A row that names none may have used any.
+	write(t, w.path("open.jsonl"), append(testartifact.Row("1", &w.base), testartifact.Row("2", nil)...))
+	a, err := made.Open(t.Context(), api.KindEval, w.path("open.jsonl"), dial, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for i, h := range here {
+		if got := made.Compare(a, h); got.Verdict != resume.CannotTell {
+			t.Errorf("a row without a base, base %d: %+v", i, got)
+		}
+	}
 	// The one that is named, of several, becomes what the manifest claims.
 	for i, refused := range []bool{false, false, true} {
 		_, err := artifact.Read(t.Context(), api.KindEval, w.path("both.jsonl"),
