@@ -16,7 +16,8 @@ type Facts struct {
 	Legacy bool   `json:"legacy,omitempty"`
 	Source string `json:"source,omitempty"` // file and JSON path of the strongest claim about the base
 	// Conflict: the subject that the artifact refers to, in its repository, is of another base than the artifact itself
-	// names. It came later: else the artifact would have been refused. Nothing binds the artifact to that other base.
+	// names, and came later; or a bind statement there, which came earlier, names another one. In the other order the
+	// later of the two was refused. Nothing binds the artifact to that other base.
 	Conflict *Conflict `json:"conflict,omitempty"`
 	Created  string    `json:"recorded_at,omitempty"`
 
