@@ -30,6 +30,8 @@ type Made struct {
 	Identities documents.Identities
 	Request    string // what was asked for, such as data and mode, or suite and seed; empty: not recorded
 	Lineage    string // what it comes from beside the base, such as its parent adapter; empty: not recorded
+	// Rows and Unbound count the rows of an export of outcomes, and those of them that name no base.
+	Rows, Unbound uint64
 }
 
 // MadeAdapter is what an adapter records. The receipt adds what the manifest leaves out; nil: there is none.
@@ -164,7 +166,10 @@ func made(question string, m Made, here Here) Answer {
 	if out.Evidence == "" {
 		out.Evidence = documents.EvidenceNone
 	}
-	out.Verdict, out.Reason = fromBase(m.Binding, here.Base)
+	if out.Verdict, out.Reason = fromBase(m.Binding, here.Base); out.Verdict == No && m.Unbound > 0 && m.Unbound < m.Rows {
+		out.Verdict, out.Reason = CannotTell, fmt.Sprintf(
+			"%d of the %d rows of the file name no base, and may have used this one; no other row has", m.Unbound, m.Rows)
+	}
 	for _, n := range names {
 		text := func(i *documents.Identities) string {
 			if d := n.of(i); !d.IsZero() {

@@ -166,17 +166,6 @@ func (s subject) several(asked identity.Aggregate) string {
 	return fmt.Sprintf("the file has rows of %d bases: %s", len(each), strings.Join(each, ", "))
 }
 
-// open says how many rows of an export name no base beside others that do: any of those may have used the one that is
-// asked about. Empty: every row names one, or none does, and then what is said of the whole file counts.
-func (s subject) open() string {
-	e := s.facts.Eval
-	if e == nil || e.Unbound == 0 || e.Unbound >= e.Rows {
-		return ""
-	}
-	return fmt.Sprintf("%d of the %d rows of the file name no base, and may have used this one; no other row has",
-		e.Unbound, e.Rows)
-}
-
 // disputed says why what bind statements say of the artifact's base decides nothing; empty: it needs none, or those that
 // count agree.
 func (s subject) disputed() string {
@@ -243,9 +232,6 @@ func (v *view) madeFrom(req api.CompatibilityRequest) (out api.Compatibility, er
 		out = answer.Of(resume.AdapterTrained(made, here))
 	}
 	out.Artifact = s.shown
-	if reason := s.open(); reason != "" && out.Verdict == api.VerdictNo {
-		out.Verdict, out.Reasons = api.VerdictCannotTell, []string{reason}
-	}
 	if reason := s.several(asked); reason != "" {
 		out.Reasons = append(out.Reasons, reason)
 	}
@@ -274,6 +260,9 @@ func (s subject) eval(run *int) (made resume.Made, err error) {
 		made = resume.MadeEval(*s.docs.Eval, &s.docs.Eval.Runs[*run])
 	case s.docs.Eval != nil:
 		made = resume.MadeEval(*s.docs.Eval, nil)
+	}
+	if e := s.facts.Eval; e != nil {
+		made.Rows, made.Unbound = uint64(e.Rows), uint64(e.Unbound)
 	}
 	made.Binding = s.binding
 	return made, nil

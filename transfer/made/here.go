@@ -149,17 +149,13 @@ func Compare(a Artifact, h Here) (out resume.Answer) {
 	now := resume.Here{Base: h.Base, Identities: h.Identities}
 	a = a.Of(h.Aggregate())
 	if a.Kind == api.KindEval {
+		a.Record.Rows, a.Record.Unbound = a.rows.Rows, a.rows.Unbound
 		out = resume.EvalUsed(a.Record, now)
 	} else {
 		out = resume.AdapterTrained(a.Record, now)
 	}
 	if h.Base.Absent && out.Verdict == resume.CannotTell && !a.Aggregate().IsZero() {
 		out.Reason = fmt.Sprintf("the artifact's base is %s, and the server says that it has no base identity", a.Aggregate())
-	}
-	if r := a.rows; r.Unbound > 0 && out.Verdict == resume.No {
-		out.Verdict = resume.CannotTell
-		out.Reason = fmt.Sprintf("%d of the %d rows of the file name no base, and may have used this one; no other row has",
-			r.Unbound, r.Rows)
 	}
 	if a.Disputed != "" {
 		out.Verdict, out.Reason = resume.CannotTell, "the artifact does not record its base, and "+a.Disputed
