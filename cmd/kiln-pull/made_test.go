@@ -144,18 +144,24 @@ func foreign(ts *testscript.TestScript, _ bool, args []string) {
 	ts.Check(err)
 }
 
-// bind states that an artifact was made from a base: bind REF BASE [REASON]
-func bind(ts *testscript.TestScript, _ bool, args []string) {
+// related finds an artifact and a base in its registry.
+func related(ts *testscript.TestScript, artifactRef, baseName string) (client.Reference, artifact.Found, artifact.Base) {
 	ctx := context.Background()
-	ref, err := client.ParseReference(args[0])
+	ref, err := client.ParseReference(artifactRef)
 	ts.Check(err)
 	c, err := client.New(ref.Host, client.Options{})
 	ts.Check(err)
 	defer c.Close()
 	f, err := artifact.FindManifest(ctx, c, ref)
 	ts.Check(err)
-	base, err := artifact.FindBase(ctx, args[1], func(string, bool) (*client.Client, error) { return c, nil })
+	base, err := artifact.FindBase(ctx, baseName, func(string, bool) (*client.Client, error) { return c, nil })
 	ts.Check(err)
+	return ref, f, base
+}
+
+// bind states that an artifact was made from a base: bind REF BASE [REASON]
+func bind(ts *testscript.TestScript, _ bool, args []string) {
+	ref, f, base := related(ts, args[0], args[1])
 	reason := "b"
 	if len(args) > 2 {
 		reason = args[2]
@@ -167,17 +173,8 @@ func bind(ts *testscript.TestScript, _ bool, args []string) {
 
 // foretell states that an artifact was made from a base in a repository that does not hold it yet: foretell REF REPO BASE
 func foretell(ts *testscript.TestScript, _ bool, args []string) {
-	ctx := context.Background()
-	ref, err := client.ParseReference(args[0])
-	ts.Check(err)
-	c, err := client.New(ref.Host, client.Options{})
-	ts.Check(err)
-	defer c.Close()
-	f, err := artifact.FindManifest(ctx, c, ref)
-	ts.Check(err)
+	ref, f, base := related(ts, args[0], args[2])
 	f.Annotations = nil // who says it has not seen the artifact
-	base, err := artifact.FindBase(ctx, args[2], func(string, bool) (*client.Client, error) { return c, nil })
-	ts.Check(err)
 	a, err := artifact.Bind(f, base, artifact.Words{By: "a", Reason: "b", At: "2026-01-02T03:04:05Z"})
 	ts.Check(err)
 	pushArtifact(ts, a, client.Reference{Host: ref.Host, Repo: args[1]}, "STATEMENT")
