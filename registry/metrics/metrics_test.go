@@ -10,6 +10,7 @@ import (
 	"math/rand/v2"
 	"net/http"
 	"net/http/httptest"
+	"os"
 	"path/filepath"
 	"regexp"
 	"slices"
@@ -48,6 +49,12 @@ func newServer(t *testing.T, m *metrics.Metrics) *server {
 	if err := fsstore.Init(dir); err != nil {
 		t.Fatal(err)
 	}
+	return serve(t, dir, m, false)
+}
+
+// serve opens a store that is there.
+func serve(t *testing.T, dir string, m *metrics.Metrics, readOnly bool) *server {
+	t.Helper()
 	store, err := fsstore.Open(dir, fsstore.Options{})
 	if err != nil {
 		t.Fatal(err)
@@ -65,7 +72,7 @@ func newServer(t *testing.T, m *metrics.Metrics) *server {
 	t.Cleanup(func() { ix.Close() })
 	reg, err := registry.New(registry.Config{
 		Store: st, Refs: st, Uploads: st, Index: ix, Access: access.Open(), Log: slog.New(slog.DiscardHandler),
-		Observe: m.Observe, Metrics: m.Handler(),
+		Observe: m.Observe, Metrics: m.Handler(), ReadOnly: readOnly,
 	})
 	if err != nil {
 		t.Fatal(err)
@@ -226,6 +233,39 @@ func TestWhatIsCounted(t *testing.T) {
 	}
 	if err != nil {
 		t.Error(err)
+	}
+}
+
+// A damaged blob of a registry that changes nothing stays where it is, and is counted as such.
+func TestDamagedInPlace(t *testing.T) {
+	dir := filepath.Join(t.TempDir(), "data")
+	if err := fsstore.Init(dir); err != nil {
+		t.Fatal(err)
+	}
+	body := []byte("right")
+	d := identity.Sum(body)
+	t.Run("push", func(t *testing.T) {
+		s := serve(t, dir, quiet("folder"), false)
+		if res, b := s.do("POST", api.PathUploads("team/model")+"?digest="+d.String(), body); res.StatusCode != 201 {
+			t.Fatalf("%d %s", res.StatusCode, b)
+		}
+	})
+	path := filepath.Join(dir, "blobs", "sha256", d.Hex()[:2], d.Hex())
+	if err := os.Chmod(path, 0o644); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(path, []byte("wrong"), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	s := serve(t, dir, quiet("folder"), true)
+	if _, err := s.reg.Scrubber().Scrub(t.Context(), upkeep.Order{}); err != nil {
+		t.Fatal(err)
+	}
+	_, f := s.read()
+	for name, want := range map[string]float64{"damaged": 1, "unreadable": 0} {
+		if got := value(f, "kiln_unusable_blobs", "verdict="+name); got != want {
+			t.Errorf("%s: %v, want %v", name, got, want)
+		}
 	}
 }
 
