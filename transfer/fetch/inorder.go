@@ -302,7 +302,7 @@ func (d *download) start(ctx context.Context, buf []byte, from, to int64) *part 
 			defer rc.Close()
 			n, err := fill(rc, s.buf[s.got:to-from])
 			if s.got += n; int64(s.got) < to-from {
-				return d.short(err)
+				return short(from+int64(s.got), d.file.Size, err)
 			}
 			return nil
 		})
