@@ -13,6 +13,9 @@ import (
 // prefix starts the text form of every digest of this package.
 const prefix = "sha256:"
 
+// textLen is the length of the text form, in bytes.
+const textLen = len(prefix) + 64
+
 // Digest is the SHA-256 of one blob. Its text form is "sha256:" and 64 lowercase hex digits. The zero Digest means
 // "not known" wherever a digest is optional.
 type Digest [32]byte
@@ -40,7 +43,7 @@ func DigestOfText(b []byte) (Digest, error) {
 }
 
 func parse[text string | []byte](s text) (b [32]byte, err error) {
-	if len(s) != len(prefix)+64 || string(s[:len(prefix)]) != prefix {
+	if len(s) != textLen || string(s[:len(prefix)]) != prefix {
 		return b, fmt.Errorf("digest %.80q: want %q and 64 lowercase hex digits", s, prefix)
 	}
 	for i := range b {

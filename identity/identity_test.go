@@ -437,6 +437,7 @@ func FuzzParse(f *testing.F) {
 	f.Add(generate(3))
 	f.Fuzz(func(t *testing.T, data []byte) {
 		m, err := Parse(data)
+		checkSpaced(t, data, m, err)
 		if err != nil {
 			var e *Error
 			if !errors.As(err, &e) || e.Rule == "" || e.Msg == "" || strings.ContainsAny(err.Error(), "\n\r") {

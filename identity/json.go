@@ -77,8 +77,10 @@ func (d *document) read(r *strictjson.Reader, most int) error {
 			d.shards = make([]Shard, 0, min(MaxShards, r.Left()/shardText))
 			return r.Array(func(i int) error {
 				d.reading = i
-				if err := r.Struct(shard...); err != nil {
-					return err
+				if !d.compact(r) {
+					if err := r.Struct(shard...); err != nil {
+						return err
+					}
 				}
 				if n := r.Offset() - start; n > most {
 					return &Error{Stage: StageParse, Rule: RuleInputSize, Shard: -1,
@@ -90,6 +92,48 @@ func (d *document) read(r *strictjson.Reader, most int) error {
 			})
 		}},
 	)
+}
+
+// compact reads the next shard if it stands there as Kiln writes it: members in its order, without white space, nothing
+// escaped, and a digest of the right form. Else it reads nothing.
+func (d *document) compact(r *strictjson.Reader) bool {
+	all := r.Ahead()
+	name, ok := after(all, `{"filename":"`)
+	n := portable(name)
+	size, ok2 := after(name[n:], `","size_bytes":`)
+	v, digits := digits(size)
+	sum, ok3 := after(size[digits:], `,"sha256":"`)
+	if !ok || !ok2 || !ok3 || digits == 0 || len(sum) < textLen {
+		return false
+	}
+	digest, err := DigestOfText(sum[:textLen])
+	rest, ok := after(sum[textLen:], `"}`)
+	if err != nil || !ok {
+		return false
+	}
+	d.next, d.form = Shard{string(name[:n]), v, digest}, nil
+	r.Pass(len(all) - len(rest))
+	return true
+}
+
+// after returns what follows a start of b.
+func after(b []byte, start string) (rest []byte, ok bool) {
+	if len(b) < len(start) || string(b[:len(start)]) != start {
+		return nil, false
+	}
+	return b[len(start):], true
+}
+
+// digits reads the whole number at the start of b, of n digits; 0 if that is no number of at most 19 digits.
+func digits(b []byte) (v uint64, n int) {
+	for n < len(b) && '0' <= b[n] && b[n] <= '9' {
+		v = v*10 + uint64(b[n]-'0')
+		n++
+	}
+	if n > 19 || n > 1 && b[0] == '0' {
+		return 0, 0
+	}
+	return v, n
 }
 
 // add takes the shard that was read.

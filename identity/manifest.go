@@ -87,7 +87,7 @@ func contentOrder(shards []Shard) []uint64 {
 	for i := range shards {
 		keys[i] = binary.BigEndian.Uint64(shards[i].Digest[:])&^places | uint64(i)
 	}
-	slices.Sort(keys)
+	keys = sortSpread(keys)
 	for i := 0; i < len(keys); {
 		end := i + 1
 		for end < len(keys) && keys[end]&^places == keys[i]&^places {
@@ -104,4 +104,33 @@ func contentOrder(shards []Shard) []uint64 {
 		keys[i] &= places
 	}
 	return keys
+}
+
+// sortSpread sorts numbers, fastest those that are spread evenly, as the starts of digests are: it deals them out by
+// their first byte, and sorts what each byte has.
+func sortSpread(keys []uint64) []uint64 {
+	const few = 256 // which are sorted faster as they are
+	if len(keys) <= few {
+		slices.Sort(keys)
+		return keys
+	}
+	var ends [256]int
+	for _, k := range keys {
+		ends[k>>56]++
+	}
+	starts, sum := ends, 0
+	for i, n := range ends {
+		starts[i] = sum
+		sum += n
+		ends[i] = starts[i]
+	}
+	sorted := make([]uint64, len(keys))
+	for _, k := range keys {
+		sorted[ends[k>>56]] = k
+		ends[k>>56]++
+	}
+	for i, from := range starts {
+		slices.Sort(sorted[from:ends[i]])
+	}
+	return sorted
 }

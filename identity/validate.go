@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"math/bits"
 	"strings"
+	"unicode/utf8"
 )
 
 // Stage says which step of reading a manifest refused it.
@@ -106,10 +107,9 @@ func CheckFilename(name string) error {
 	if len(name) > MaxFilename {
 		return fmt.Errorf("filename %+.60q... has %d bytes, at most %d are allowed", name, len(name), MaxFilename)
 	}
-	for _, c := range name {
-		if !isPortable(c) {
-			return fmt.Errorf("filename %+q: %+q is not allowed, only A-Z a-z 0-9 . - _", name, c)
-		}
+	if n := portable(name); n < len(name) {
+		c, _ := utf8.DecodeRuneInString(name[n:])
+		return fmt.Errorf("filename %+q: %+q is not allowed, only A-Z a-z 0-9 . - _", name, c)
 	}
 	if !strings.HasSuffix(name, Extension) {
 		return fmt.Errorf("filename %q does not end with %s", name, Extension)
@@ -117,9 +117,20 @@ func CheckFilename(name string) error {
 	return nil
 }
 
-func isPortable(c rune) bool {
-	return 'a' <= c && c <= 'z' || 'A' <= c && c <= 'Z' || '0' <= c && c <= '9' || c == '.' || c == '-' || c == '_'
+// portable returns how many bytes at the start of a text can stand in the name of a shard.
+func portable[text string | []byte](s text) (n int) {
+	for n < len(s) && isPortable[s[n]] {
+		n++
+	}
+	return n
 }
+
+var isPortable = func() (is [256]bool) {
+	for _, c := range []byte("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789.-_") {
+		is[c] = true
+	}
+	return is
+}()
 
 func checkTotal(m Manifest) error {
 	var sum, carry uint64

@@ -30,6 +30,7 @@ type AdapterManifest struct {
 	TrainingDataPath   string
 	OpenEnv            []byte // openenv_training_data, an object as it stands
 	Files              AdapterFiles
+	shards             []byte // the text of Shards
 }
 
 // AdapterFiles are the names of an adapter's files, each one path component.
@@ -59,7 +60,7 @@ func (m *AdapterManifest) read(r reader) error {
 		optional(r.text("parent_adapter", &m.Parent)),
 		optional(r.digest("model_config_hash", &m.ModelConfig)),
 		optional(r.digest("training_chat_template_hash", &m.TrainingTemplate)),
-		r.base(&m.Shards),
+		r.baseText(&m.Shards, &m.shards),
 		r.provenanceField(&m.Provenance),
 		optional(r.precisionField("training_precision", &m.Precision)),
 		optional(r.text("kiln_commit", &m.KilnCommit)),

@@ -276,6 +276,30 @@ func (r reader) base(to *identity.Manifest) field {
 	}}
 }
 
+// baseText is base that also gives the text of the manifest, which is a part of the document.
+func (r reader) baseText(to *identity.Manifest, text *[]byte) field {
+	f := r.base(to)
+	read := f.Read
+	f.Read = func() (err error) { *text, err = r.span(read); return err }
+	return f
+}
+
+// baseBeside is base in a document beside one that holds the manifest known as the given text: the same text is the same
+// manifest.
+func (r reader) baseBeside(to *identity.Manifest, known identity.Manifest, text []byte) field {
+	f := r.base(to)
+	read := f.Read
+	f.Read = func() error {
+		if len(text) == 0 || !bytes.HasPrefix(r.Ahead(), text) {
+			return read()
+		}
+		r.Pass(len(text))
+		*to = known
+		return nil
+	}
+	return f
+}
+
 // baseMember is the name of the member that holds the full shard manifest, in every document.
 const baseMember = "base_weight_shard_manifest"
 

@@ -52,14 +52,23 @@ type AdapterFile struct {
 
 // ParseReceipt reads a train_receipt.json. Members that it does not know are ignored. The error is an *Error.
 func ParseReceipt(data []byte) (Receipt, error) {
-	r := Receipt{Digest: identity.Sum(data)}
-	if err := read(KindReceipt, MaxDocument, data, r.read); err != nil {
+	return ParseReceiptBeside(data, identity.Sum(data), nil)
+}
+
+// ParseReceiptBeside is ParseReceipt for a text whose digest is known, and that lies beside an adapter manifest; nil:
+// beside none. A shard manifest that has the same text in both is not read again. What it returns is the same.
+func ParseReceiptBeside(data []byte, digest identity.Digest, m *AdapterManifest) (Receipt, error) {
+	if m == nil {
+		m = &AdapterManifest{}
+	}
+	r := Receipt{Digest: digest}
+	if err := read(KindReceipt, MaxDocument, data, func(in reader) error { return r.read(in, m) }); err != nil {
 		return Receipt{}, err
 	}
 	return r, nil
 }
 
-func (m *Receipt) read(r reader) error {
+func (m *Receipt) read(r reader, beside *AdapterManifest) error {
 	var configTemplate identity.Digest
 	var reason, message bool
 	err := r.lenient(slices.Concat(
@@ -76,7 +85,7 @@ func (m *Receipt) read(r reader) error {
 			r.list("lora_delta_norms", func(int) error { return r.Skip() }),
 			r.skip("config"),
 		},
-		m.sections(r), r.objects("echo", "data", "rewards", "token_counts"))...)
+		m.sections(r, beside), r.objects("echo", "data", "rewards", "token_counts"))...)
 	if err != nil {
 		return err
 	}
@@ -90,7 +99,7 @@ func (m *Receipt) read(r reader) error {
 }
 
 // sections are the objects of a receipt of which something is read.
-func (m *Receipt) sections(r reader) []field {
+func (m *Receipt) sections(r reader, beside *AdapterManifest) []field {
 	return []field{
 		r.in("kiln",
 			optional(r.text("git_commit", &m.KilnCommit)),
@@ -98,7 +107,7 @@ func (m *Receipt) sections(r reader) []field {
 		r.in("model",
 			optional(r.text("path", &m.ModelPath)),
 			optional(r.digest("config_hash", &m.ModelConfig)),
-			r.base(&m.Shards)),
+			r.baseBeside(&m.Shards, beside.Shards, beside.shards)),
 		r.in("tokenizer",
 			optional(r.digest("config_hash", &m.Tokenizer)),
 			optional(r.digest("tokenizer_config_hash", &m.TokenizerConfig)),

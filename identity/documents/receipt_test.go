@@ -2,6 +2,8 @@ package documents
 
 import (
 	"bytes"
+	"fmt"
+	"reflect"
 	"testing"
 
 	"github.com/kiln-registry/kiln-registry/identity"
@@ -118,8 +120,16 @@ func TestStamp(t *testing.T) {
 
 func FuzzReceipt(f *testing.F) {
 	addExamples(f, "train_receipt.json")
+	m, err := ParseAdapterManifest(example(f, "adapter_manifest.json"))
+	if err != nil || !bytes.Contains(example(f, "train_receipt.json"), m.shards) {
+		f.Fatal("the examples do not share a base", err)
+	}
 	f.Fuzz(func(t *testing.T, data []byte) {
 		r, err := ParseReceipt(data)
+		beside, berr := ParseReceiptBeside(data, identity.Sum(data), &m)
+		if !reflect.DeepEqual(beside, r) || fmt.Sprint(berr) != fmt.Sprint(err) {
+			t.Fatalf("beside an adapter manifest %v, %v; alone %v, %v", beside, berr, r, err)
+		}
 		if checkFuzz(t, data, err) && r.Digest != identity.Sum(data) {
 			t.Fatal("wrong digest")
 		}

@@ -256,3 +256,13 @@ func (r *Reader) Raw() ([]byte, error) {
 	err := r.Skip()
 	return r.data[start:r.pos], err
 }
+
+// Ahead returns the text from the next value on, which is a part of the document. It is not to be changed.
+func (r *Reader) Ahead() []byte {
+	r.space()
+	return r.data[r.pos:]
+}
+
+// Pass moves over the first n bytes of Ahead. They must be one whole value that breaks no rule, which the caller has
+// seen; its depth and its members are not counted.
+func (r *Reader) Pass(n int) { r.pos += n }

@@ -171,7 +171,9 @@ func (m *made) adapterReceipt(name string, facts *api.AdapterFacts) (*documents.
 }
 
 func (m *made) readReceipt(f file) (*documents.Receipt, error) {
-	r, err := readAs(m, f, documents.MaxDocument, documents.ParseReceipt)
+	r, err := readAs(m, f, documents.MaxDocument, func(text []byte) (documents.Receipt, error) {
+		return documents.ParseReceiptBeside(text, f.Digest, m.docs.Adapter)
+	})
 	if err != nil {
 		return nil, err
 	}
