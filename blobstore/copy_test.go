@@ -21,7 +21,10 @@ import (
 	"github.com/kiln-registry/kiln-registry/blobstore/storetest"
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/internal/durable"
+	"github.com/kiln-registry/kiln-registry/internal/testlanes"
 )
+
+func TestMain(m *testing.M) { testlanes.Use(m).Run() }
 
 // medium is a store whose process can end, and whose changes can fail.
 type medium interface {

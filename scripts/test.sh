@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Checks that what the tests need is there, says how to get what is missing, and runs them.
+# Checks that what the tests need is there, says how to get what is missing, and runs them: those of PACKAGES if it is
+# set, with the kernel of SHA-256 that KILN_LANES names if it is set.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -16,4 +17,4 @@ if ! command -v python3 >/dev/null; then
   echo "hint: apt-get install python3" >&2
   exit 1
 fi
-go test "$@" ./...
+go test "$@" ${PACKAGES:-./...}

@@ -26,10 +26,13 @@ import (
 	"github.com/kiln-registry/kiln-registry/api"
 	"github.com/kiln-registry/kiln-registry/api/client"
 	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/internal/testlanes"
 	"github.com/kiln-registry/kiln-registry/internal/testregistry"
 	"github.com/kiln-registry/kiln-registry/transfer"
 	"github.com/kiln-registry/kiln-registry/transfer/staging"
 )
+
+func TestMain(m *testing.M) { testlanes.Use(m).Run() }
 
 // site is a registry on a disk, with a proxy in front of it that can do to requests what networks do.
 type site struct {

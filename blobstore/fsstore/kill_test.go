@@ -17,6 +17,7 @@ import (
 
 	"github.com/kiln-registry/kiln-registry/blobstore"
 	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/internal/testlanes"
 )
 
 // killSegment is the size of segments, which lets most blobs have midstates.
@@ -26,11 +27,12 @@ const killSegment = 30 << 10
 const killEnv = "KILN_TEST_STORE_TO_KILL"
 
 func TestMain(m *testing.M) {
+	tests := testlanes.Use(m)
 	if dir := os.Getenv(killEnv); dir != "" {
 		fmt.Fprintln(os.Stderr, child(dir))
 		os.Exit(1)
 	}
-	os.Exit(m.Run())
+	os.Exit(tests.Run())
 }
 
 // blobOf returns the bytes of a numbered blob, which the child pushes and the parent expects.

@@ -9,7 +9,10 @@ import (
 	"github.com/kiln-registry/kiln-registry/blobstore"
 	"github.com/kiln-registry/kiln-registry/blobstore/storetest"
 	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/internal/testlanes"
 )
+
+func TestMain(m *testing.M) { testlanes.Use(m).Run() }
 
 // medium lets the suite end one Store and begin the next on the same content, and fail changes.
 type medium struct {

@@ -15,12 +15,13 @@ import (
 
 	"github.com/kiln-registry/kiln-registry/blobstore/storetest"
 	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/internal/testlanes"
 	"github.com/kiln-registry/kiln-registry/internal/tests3"
 )
 
 func TestMain(m *testing.M) {
 	minio.DefaultRetryUnit, minio.DefaultRetryCap = time.Millisecond, 8*time.Millisecond
-	tests3.Main(m)
+	testlanes.Use(tests3.M{M: m}).Run()
 }
 
 // medium is a store in a bucket of a real server. The requests that change something can be made to fail.

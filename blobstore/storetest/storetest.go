@@ -8,12 +8,10 @@ import (
 	"fmt"
 	"io"
 	"math/rand/v2"
-	"os"
 	"testing"
 
 	"github.com/kiln-registry/kiln-registry/blobstore"
 	"github.com/kiln-registry/kiln-registry/identity"
-	"github.com/kiln-registry/kiln-registry/identity/lanes"
 )
 
 // Store is what an engine implements. Quarantine and Segments are tested in addition if it has them.
@@ -45,11 +43,8 @@ type test struct {
 	test func(e *env)
 }
 
-// Run tests an engine, with the kernel that KILN_LANES names. makeMedium returns a medium with an empty store.
+// Run tests an engine. makeMedium returns a medium with an empty store.
 func Run(t *testing.T, makeMedium func(t testing.TB) Medium) {
-	if err := lanes.Use(os.Getenv("KILN_LANES")); err != nil {
-		t.Fatal("KILN_LANES: ", err)
-	}
 	tests := []test{
 		{"RoundTrip", testRoundTrip},
 		{"Ranges", testRanges},

@@ -20,13 +20,14 @@ import (
 
 	"github.com/kiln-registry/kiln-registry/api/client"
 	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/internal/testlanes"
 	"github.com/kiln-registry/kiln-registry/internal/testregistry"
 	"github.com/kiln-registry/kiln-registry/registry"
 	"github.com/kiln-registry/kiln-registry/registry/upkeep"
 	"github.com/kiln-registry/kiln-registry/transfer"
 )
 
-func TestMain(m *testing.M) { testscript.Main(m, map[string]func(){"kiln-pull": main}) }
+func TestMain(m *testing.M) { testscript.Main(testlanes.Use(m), map[string]func(){"kiln-pull": main}) }
 
 // TestScripts runs one script per promise. Each has a registry of its own at $REGISTRY, and servers that deny
 // everything at $DENIED, answer with a page at $PAGE, say what would work a terminal at $LIAR, and serve a model at
@@ -49,6 +50,7 @@ func TestScripts(t *testing.T) {
 			v := &valve{next: reg}
 			e.Values[valveKey{}] = v
 			e.Setenv("HOME", filepath.Join(e.WorkDir, ".home"))
+			e.Setenv("KILN_LANES", os.Getenv("KILN_LANES"))
 			for name, h := range map[string]http.Handler{
 				"REGISTRY": v,
 				"DENIED":   http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(http.StatusForbidden) }),

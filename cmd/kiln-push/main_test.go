@@ -17,11 +17,12 @@ import (
 
 	"github.com/kiln-registry/kiln-registry/internal/cli"
 	"github.com/kiln-registry/kiln-registry/internal/testenv"
+	"github.com/kiln-registry/kiln-registry/internal/testlanes"
 	"github.com/kiln-registry/kiln-registry/internal/testregistry"
 	"github.com/kiln-registry/kiln-registry/registry"
 )
 
-func TestMain(m *testing.M) { testscript.Main(m, map[string]func(){"kiln-push": main}) }
+func TestMain(m *testing.M) { testscript.Main(testlanes.Use(m), map[string]func(){"kiln-push": main}) }
 
 // TestScripts runs one script per promise. Each has a registry of its own at $REGISTRY, a read-only one at $FROZEN, and
 // servers that deny everything at $DENIED, answer with a page at $PAGE, and serve a resident model at $RESIDENT.
@@ -47,6 +48,7 @@ func TestScripts(t *testing.T) {
 				return err
 			}
 			e.Setenv("HOME", filepath.Join(e.WorkDir, ".home"))
+			e.Setenv("KILN_LANES", os.Getenv("KILN_LANES"))
 			for name, h := range map[string]http.Handler{
 				"REGISTRY": reg,
 				"FROZEN":   frozen,

@@ -20,6 +20,7 @@ import (
 	"github.com/kiln-registry/kiln-registry/api"
 	"github.com/kiln-registry/kiln-registry/cmd/kiln-registry/internal/home"
 	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/internal/testlanes"
 	"github.com/kiln-registry/kiln-registry/internal/tests3"
 )
 
@@ -34,7 +35,7 @@ func TestMain(m *testing.M) {
 		main()
 		return
 	}
-	testscript.Main(tests3.M{M: m}, map[string]func(){"kiln-registry": main})
+	testscript.Main(testlanes.Use(tests3.M{M: m}), map[string]func(){"kiln-registry": main})
 }
 
 // tester is the test that a server belongs to.

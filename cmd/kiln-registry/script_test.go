@@ -40,6 +40,7 @@ func TestScripts(t *testing.T) {
 			e.Setenv("AWS_ACCESS_KEY_ID", s3.AccessKey)
 			e.Setenv("AWS_SECRET_ACCESS_KEY", s3.SecretKey)
 			e.Setenv("HOME", e.WorkDir)
+			e.Setenv("KILN_LANES", os.Getenv("KILN_LANES"))
 			return nil
 		},
 	})

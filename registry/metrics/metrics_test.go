@@ -27,11 +27,14 @@ import (
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/index"
 	"github.com/kiln-registry/kiln-registry/index/boltkv"
+	"github.com/kiln-registry/kiln-registry/internal/testlanes"
 	"github.com/kiln-registry/kiln-registry/registry"
 	"github.com/kiln-registry/kiln-registry/registry/access"
 	"github.com/kiln-registry/kiln-registry/registry/metrics"
 	"github.com/kiln-registry/kiln-registry/registry/upkeep"
 )
+
+func TestMain(m *testing.M) { testlanes.Use(m).Run() }
 
 // wire makes the requests of the tests. The default client's connections are closed by every httptest.Server that is.
 var wire = &http.Client{Transport: &http.Transport{}}

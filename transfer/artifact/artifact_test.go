@@ -23,11 +23,14 @@ import (
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/identity/documents"
 	"github.com/kiln-registry/kiln-registry/internal/testartifact"
+	"github.com/kiln-registry/kiln-registry/internal/testlanes"
 	"github.com/kiln-registry/kiln-registry/internal/testregistry"
 	"github.com/kiln-registry/kiln-registry/transfer"
 	"github.com/kiln-registry/kiln-registry/transfer/artifact"
 	"github.com/kiln-registry/kiln-registry/transfer/folder"
 )
+
+func TestMain(m *testing.M) { testlanes.Use(m).Run() }
 
 // desk is a registry that counts what is sent to it, and a client of it.
 type desk struct {

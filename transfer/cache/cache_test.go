@@ -21,6 +21,7 @@ import (
 
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/internal/durable"
+	"github.com/kiln-registry/kiln-registry/internal/testlanes"
 	"github.com/kiln-registry/kiln-registry/transfer/cache"
 	"github.com/kiln-registry/kiln-registry/transfer/staging"
 )
@@ -29,10 +30,11 @@ const child = "KILN_CACHE_TEST_CHILD"
 
 // TestMain is also the process that receives half a file into the cache that the variable names, and goes no further.
 func TestMain(m *testing.M) {
+	tests := testlanes.Use(m)
 	if dir := os.Getenv(child); dir != "" {
 		half(dir)
 	}
-	os.Exit(m.Run())
+	os.Exit(tests.Run())
 }
 
 func half(dir string) {

@@ -13,6 +13,7 @@ import (
 
 	"github.com/kiln-registry/kiln-registry/api/client"
 	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/internal/testlanes"
 	"github.com/kiln-registry/kiln-registry/transfer/fetch"
 	"github.com/kiln-registry/kiln-registry/transfer/staging"
 )
@@ -21,11 +22,12 @@ import (
 const killEnv = "KILN_TEST_FETCH_TO_KILL"
 
 func TestMain(m *testing.M) {
+	tests := testlanes.Use(m)
 	if order := os.Getenv(killEnv); order != "" {
 		fmt.Fprintln(os.Stderr, child(order))
 		os.Exit(1)
 	}
-	goleak.VerifyTestMain(m)
+	goleak.VerifyTestMain(tests)
 }
 
 func child(order string) error {

@@ -18,9 +18,10 @@ import (
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/identity/safetensors"
 	"github.com/kiln-registry/kiln-registry/internal/testenv"
+	"github.com/kiln-registry/kiln-registry/internal/testlanes"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) { goleak.VerifyTestMain(testlanes.Use(m)) }
 
 // expected is what the shared cases say about one folder.
 type expected struct {

@@ -15,16 +15,11 @@ import (
 
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/identity/lanes"
+	"github.com/kiln-registry/kiln-registry/internal/testlanes"
 	"github.com/kiln-registry/kiln-registry/transfer/hashing"
 )
 
-func TestMain(m *testing.M) {
-	if err := lanes.Use(os.Getenv("KILN_LANES")); err != nil {
-		fmt.Fprintln(os.Stderr, "error: KILN_LANES:", err)
-		os.Exit(2)
-	}
-	goleak.VerifyTestMain(m)
-}
+func TestMain(m *testing.M) { goleak.VerifyTestMain(testlanes.Use(m)) }
 
 // job is a part of a file that is hashed, and what is known of it.
 type job struct {

@@ -19,12 +19,15 @@ import (
 	"github.com/kiln-registry/kiln-registry/identity/documents"
 	"github.com/kiln-registry/kiln-registry/identity/resume"
 	"github.com/kiln-registry/kiln-registry/internal/testartifact"
+	"github.com/kiln-registry/kiln-registry/internal/testlanes"
 	"github.com/kiln-registry/kiln-registry/internal/testregistry"
 	"github.com/kiln-registry/kiln-registry/transfer"
 	"github.com/kiln-registry/kiln-registry/transfer/artifact"
 	"github.com/kiln-registry/kiln-registry/transfer/made"
 	"github.com/kiln-registry/kiln-registry/transfer/staging"
 )
+
+func TestMain(m *testing.M) { testlanes.Use(m).Run() }
 
 // world is a registry with a base, and a folder.
 type world struct {

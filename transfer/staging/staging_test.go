@@ -19,9 +19,10 @@ import (
 
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/internal/durable"
+	"github.com/kiln-registry/kiln-registry/internal/testlanes"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) { goleak.VerifyTestMain(testlanes.Use(m)) }
 
 func open(t *testing.T, target string, o Options) *Area {
 	t.Helper()
