@@ -197,7 +197,6 @@ func transport(roots *x509.CertPool) *http.Transport {
 		ExpectContinueTimeout: time.Second,
 		MaxIdleConnsPerHost:   64, // the most that kiln-pull opens
 		IdleConnTimeout:       90 * time.Second,
-		ReadBufferSize:        piece,
 		WriteBufferSize:       piece,
 		DisableCompression:    true,
 		Protocols:             new(http.Protocols),

@@ -77,7 +77,7 @@ type fetcher struct {
 	watch Watch
 
 	large    atomic.Int64 // files of more than one part that are not done
-	pieces   chan []byte  // buffers of one read and write each, one for every connection
+	pieces   chan *pair   // one for every connection
 	buffers  chan []byte  // of one part each
 	received atomic.Int64
 	resumed  atomic.Int64
@@ -93,10 +93,10 @@ type fetcher struct {
 func Files(ctx context.Context, area *staging.Area, registry Source, files []File, o Options) (Result, error) {
 	f := &fetcher{
 		area: area, pool: newPool(registry, o.Mirrors, o.Jobs), limit: newLimiter(o.Rate), jobs: o.Jobs, watch: o.Watch,
-		pieces: make(chan []byte, o.Jobs), buffers: make(chan []byte, parts),
+		pieces: make(chan *pair, o.Jobs), buffers: make(chan []byte, parts),
 	}
-	for _, b := range lanes.Buffers(o.Jobs, durable.PieceSize) {
-		f.pieces <- b
+	for b := range slices.Chunk(lanes.Buffers(2*o.Jobs, durable.PieceSize), 2) {
+		f.pieces <- (*pair)(b)
 	}
 	for range parts {
 		f.buffers <- nil
@@ -216,6 +216,13 @@ func (f *fetcher) midstates(ctx context.Context, file File) *lanes.States {
 		return nil
 	}
 	return states
+}
+
+// share returns how many connections one large file may have, at least one: while there are others they are better used
+// there, as writes to one file wait for one another.
+func (f *fetcher) share() int {
+	files := max(1, int(f.large.Load()))
+	return max(1, (f.pool.room()+files-1)/files)
 }
 
 func (f *fetcher) registry() *source { return f.pool.sources[0] }

@@ -195,9 +195,13 @@ func (d *download) skip(ctx context.Context) error {
 
 // write takes a body up to the end of a part. What came before an error is kept.
 func (d *download) write(r io.Reader, end int64) error {
-	buf := <-d.f.pieces
-	defer func() { d.f.pieces <- buf }()
+	p := <-d.f.pieces
+	defer func() {
+		d.p.Flush()
+		d.f.pieces <- p
+	}()
 	for {
+		buf := p.next()
 		n, err := fill(r, buf)
 		if werr := d.put(buf[:n]); werr != nil {
 			return werr
@@ -218,7 +222,7 @@ func (d *download) put(b []byte) error {
 	if len(b) == 0 {
 		return nil
 	}
-	n, err := d.p.Write(b)
+	n, err := d.p.Put(b)
 	d.f.received.Add(int64(n))
 	if done := d.p.Offset() - d.have; done > 0 {
 		d.f.watch.Moved(d.file.Name, done, d.file.Size-d.have)
@@ -312,6 +316,7 @@ func (d *download) start(ctx context.Context, buf []byte, from, to int64) *part 
 
 // pieces takes the bytes of a part in the size that is cheapest to hash and write.
 func (d *download) pieces(b []byte) error {
+	defer d.p.Flush()
 	for b := range slices.Chunk(b, durable.PieceSize) {
 		if err := d.put(b); err != nil {
 			return err

@@ -89,3 +89,12 @@ func fill(r io.Reader, buf []byte) (n int, err error) {
 	}
 	return n, err
 }
+
+// pair is the buffers of one connection: one to read into while the bytes of the other are hashed.
+type pair [2][]byte
+
+// next returns the buffer that was used before the last one.
+func (p *pair) next() []byte {
+	p[0], p[1] = p[1], p[0]
+	return p[0]
+}

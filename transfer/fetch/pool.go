@@ -107,6 +107,18 @@ func (p *pool) take(ctx context.Context, fits func(*source) bool) (*lease, error
 	}
 }
 
+// room returns how many connections the sources may have now, all together.
+func (p *pool) room() (n int) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, s := range p.sources {
+		if !s.out {
+			n += s.limit
+		}
+	}
+	return min(n, p.jobs)
+}
+
 // waitFor waits for a change, or for so long if that is not zero.
 func waitFor(ctx context.Context, changed <-chan struct{}, d time.Duration) error {
 	var later <-chan time.Time

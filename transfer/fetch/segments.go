@@ -36,12 +36,13 @@ type segmented struct {
 	mu      sync.Mutex // guards the rest. A caller may hold the lock of the pool, and takes it first
 	idle    []bool     // segments that are neither there nor on their way
 	left    int        // segments that are not there
+	running int        // requests under way
 	wrong   map[int]int
 	without map[*source]bool // sources that are not asked for this file
 	cause   error            // why the registry is one of them
 	got     int64            // bytes of this try
 	told    int64
-	changed chan struct{} // closed and replaced when a segment came or became idle
+	changed chan struct{} // closed and replaced when a segment came or became idle, or a request ended
 }
 
 // inSegments fetches a file. errInOrder: what is there is kept, but midstates do not help any more.
@@ -114,7 +115,9 @@ func (d *segmented) all(ctx context.Context) error {
 			l.end()
 			continue
 		}
+		d.runs(1)
 		wg.Go(func() {
+			defer d.runs(-1)
 			if err := d.run(ctx, l, first, n); err != nil {
 				cancel(err)
 			}
@@ -124,13 +127,23 @@ func (d *segmented) all(ctx context.Context) error {
 	return context.Cause(ctx)
 }
 
-// more waits until there is a segment to ask for. It says no when all are there, or ctx ends.
+// runs counts requests that begin or end.
+func (d *segmented) runs(n int) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.running += n
+	d.wake()
+}
+
+// more waits until there is a segment to ask for, and a connection that is this file's share. It says no when all are
+// there, or ctx ends.
 func (d *segmented) more(ctx context.Context) bool {
 	for {
+		share := d.f.share()
 		d.mu.Lock()
-		left, idle, changed := d.left, d.anyIdle(), d.changed
+		left, ready, changed := d.left, d.anyIdle() && d.running < share, d.changed
 		d.mu.Unlock()
-		if left == 0 || idle {
+		if left == 0 || ready {
 			return left > 0
 		}
 		if waitFor(ctx, changed, 0) != nil {
@@ -323,15 +336,19 @@ func (r *run) begin() (err error) {
 
 // copy takes the rest of a segment.
 func (r *run) copy(rc io.Reader) error {
-	buf := <-r.d.f.pieces
-	defer func() { r.d.f.pieces <- buf }()
+	p := <-r.d.f.pieces
+	defer func() {
+		r.seg.Flush()
+		r.d.f.pieces <- p
+	}()
 	for {
 		off, left := r.seg.Offset()
 		if left == 0 {
 			return nil
 		}
+		buf := p.next()
 		n, err := fill(rc, buf[:min(int64(len(buf)), left)])
-		w, werr := r.seg.Write(buf[:n])
+		w, werr := r.seg.Put(buf[:n])
 		r.d.f.received.Add(int64(w))
 		r.d.count(int64(w))
 		if werr != nil {

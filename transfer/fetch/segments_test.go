@@ -30,6 +30,36 @@ func TestSegments(t *testing.T) {
 	}
 }
 
+// TestShares: each of two files has half of the connections.
+func TestShares(t *testing.T) {
+	const connections = 4
+	a, b := random(5*seg, 1), random(5*seg, 2)
+	p := newPlace(t, a, b)
+	var begun atomic.Int32
+	var ofA atomic.Int32 // of the first requests
+	all := make(chan struct{})
+	p.onBlob(func(_ http.ResponseWriter, r *http.Request, blob []byte) bool {
+		n := begun.Add(1)
+		if n <= connections && &blob[0] == &a[0] {
+			ofA.Add(1)
+		}
+		if n == connections {
+			close(all)
+		}
+		select { // nothing is answered before each connection is used
+		case <-all:
+		case <-r.Context().Done():
+		}
+		return false
+	})
+	if _, notes, err := get(t, target(t), p.source(client.Options{}), fetch.Options{Jobs: connections}, nil, a, b); err != nil {
+		t.Errorf("%v\n%s", err, notes)
+	}
+	if ofA.Load() != connections/2 {
+		t.Errorf("%d of the first %d requests are for one of two files", ofA.Load(), connections)
+	}
+}
+
 // TestOneBadSegment: bytes that do not match cost one segment, and the note says which and from whom.
 func TestOneBadSegment(t *testing.T) {
 	b := random(6*seg, 1)

@@ -52,7 +52,7 @@ var ErrForeign = errors.New("not a folder of this user")
 type Options struct {
 	Notify func(string)  // told what was taken over, one line each; nil: nobody
 	Beat   time.Duration // time between two signs of life; zero: one second
-	Hashes *lanes.Pool   // hashes the bytes of every area that it is given to; nil: the area has one of its own
+	Hashes *lanes.Pool   // from Hashes: for every area that is used at the same time; nil: the area has one of its own
 	Disk   durable.Disk
 }
 
@@ -154,7 +154,7 @@ func Open(ctx context.Context, target string, o Options) (*Area, error) {
 		return nil, err
 	}
 	if o.Hashes == nil {
-		o.Hashes = new(lanes.Pool)
+		o.Hashes = Hashes()
 	}
 	a := &Area{target: target, dir: dirOf(target), id: rand.Text(), boot: boot, disk: o.Disk, hashes: o.Hashes,
 		verified: map[identity.Digest]bool{}}
@@ -240,9 +240,39 @@ func (a *Area) removeAll(prefix, but string) error {
 	return err
 }
 
-// hash writes a piece to what hashes its stream. Every byte of the area is hashed here, together with those that come
-// for other streams at the time.
+// patience is how long a piece of one file waits for those of others, that they may be hashed together: about as long
+// as four of them take alone.
+const patience = 2 * time.Millisecond
+
+// Hashes returns what hashes the bytes of files that come in at the same time.
+func Hashes() *lanes.Pool {
+	return &lanes.Pool{Soon: func(late func()) func() bool { return time.AfterFunc(patience, late).Stop }}
+}
+
+// hash writes a piece of what is there already to what hashes its stream.
 func (a *Area) hash(stream io.Writer, b []byte) { a.hashes.Write(stream, b) }
+
+// coming is a stream that is hashed as it comes in. It has a place among the others only between a write and a flush.
+type coming struct {
+	hashes *lanes.Pool
+	feed   *lanes.Feed
+}
+
+// write has b hashed, maybe later: until the next write or flush returns, b must stay as it is.
+func (c *coming) write(stream io.Writer, b []byte) {
+	if c.feed == nil {
+		c.feed = c.hashes.Feed(stream)
+	}
+	c.feed.Write(b)
+}
+
+// flush returns when all that was written is hashed.
+func (c *coming) flush() {
+	if c.feed != nil {
+		c.feed.Close()
+		c.feed = nil
+	}
+}
 
 // verify notes that the file with a digest is there, whole and right.
 func (a *Area) verify(d identity.Digest) {

@@ -26,6 +26,7 @@ type Partial struct {
 	file   *durable.File
 	state  *durable.File
 	hash   identity.Hash
+	coming coming // to hash
 	off    int64
 	saved  int64      // offset of the last saved point
 	synced int64      // offset of the last background sync that was begun
@@ -35,7 +36,8 @@ type Partial struct {
 // Partial opens the file with digest d and a size in bytes: where an earlier pull left it, or at its start. The disk
 // space for the rest is taken at once where the filesystem can.
 func (a *Area) Partial(d identity.Digest, size int64) (*Partial, error) {
-	p := &Partial{area: a, want: d, path: a.part(d), size: size, hash: identity.NewHash()}
+	p := &Partial{area: a, want: d, path: a.part(d), size: size, hash: identity.NewHash(),
+		coming: coming{hashes: a.hashes}}
 	if err := p.open(); err != nil {
 		return nil, fmt.Errorf("open the partial file of %s: %w", d, err)
 	}
@@ -95,11 +97,18 @@ func (p *Partial) rehash(n int64) error {
 	})
 }
 
-// Offset returns the number of bytes that are there and hashed.
+// Offset returns the number of bytes that are there.
 func (p *Partial) Offset() int64 { return p.off }
 
 // Write adds b at Offset. What was written before an error stays. ErrLost: another pull took the area over.
 func (p *Partial) Write(b []byte) (n int, err error) {
+	defer p.Flush()
+	return p.Put(b)
+}
+
+// Put is Write, but b may be hashed later, with bytes of other files: until the next Put, Write, Flush or Finish returns
+// it must stay as it is.
+func (p *Partial) Put(b []byte) (n int, err error) {
 	if err := p.area.Held(); err != nil {
 		return 0, err
 	}
@@ -107,7 +116,7 @@ func (p *Partial) Write(b []byte) (n int, err error) {
 		return 0, fmt.Errorf("more than the %d bytes that it shall have", p.size)
 	}
 	n, err = p.file.WriteAt(b, p.off)
-	p.area.hash(p.hash, b[:n])
+	p.coming.write(p.hash, b[:n])
 	p.off += int64(n)
 	if err == nil && p.off-p.saved >= saveEvery {
 		err = p.save()
@@ -118,7 +127,11 @@ func (p *Partial) Write(b []byte) (n int, err error) {
 	return n, err
 }
 
+// Flush returns when all that was put is hashed.
+func (p *Partial) Flush() { p.coming.flush() }
+
 func (p *Partial) point() ([]byte, error) {
+	p.Flush()
 	h, err := p.hash.MarshalBinary()
 	if err != nil {
 		return nil, err
@@ -141,6 +154,7 @@ func (p *Partial) save() error {
 
 // close closes the files and keeps what is in them.
 func (p *Partial) close() error {
+	p.Flush()
 	err := p.file.Close()
 	if p.state != nil {
 		err = errors.Join(err, p.state.Close())
@@ -189,6 +203,7 @@ func (p *Partial) Finish() (identity.Digest, error) {
 	if p.off != p.size {
 		return identity.Digest{}, fmt.Errorf("%d of %d bytes", p.off, p.size)
 	}
+	p.Flush()
 	err := p.wait()
 	if err == nil && p.size >= syncEvery {
 		var b []byte

@@ -380,13 +380,15 @@ type Segment struct {
 	from   int64 // of these, how many were there when it was opened
 	saved  int64
 	check  *lanes.Check
+	coming coming // to check
 }
 
 // Segment opens segment i for writing where it was left; what is there of it is read and hashed.
 func (s *Segments) Segment(i int) (*Segment, error) {
 	off, n := s.states.Range(i)
 	s.mu.Lock()
-	g := &Segment{s: s, i: i, off: off, n: n, from: s.there[i], check: s.states.Check(i)}
+	g := &Segment{s: s, i: i, off: off, n: n, from: s.there[i], check: s.states.Check(i),
+		coming: coming{hashes: s.area.hashes}}
 	passed := s.passed.has(i)
 	s.mu.Unlock()
 	if passed {
@@ -409,6 +411,13 @@ func (g *Segment) Fresh() bool { return g.from == 0 }
 
 // Write adds b. ErrLost: another pull took the area over.
 func (g *Segment) Write(b []byte) (n int, err error) {
+	defer g.Flush()
+	return g.Put(b)
+}
+
+// Put is Write, but b may be hashed later, with bytes of other files: until the next Put, Write, Flush or End returns it
+// must stay as it is. After the last Put comes one of them.
+func (g *Segment) Put(b []byte) (n int, err error) {
 	if err := g.s.area.Held(); err != nil {
 		return 0, err
 	}
@@ -416,7 +425,7 @@ func (g *Segment) Write(b []byte) (n int, err error) {
 		return 0, fmt.Errorf("more than the %d bytes of segment %d", g.n, g.i)
 	}
 	n, err = g.s.file.WriteAt(b, g.off+g.at)
-	g.s.area.hash(g.check, b[:n])
+	g.coming.write(g.check, b[:n])
 	g.at += int64(n)
 	if err == nil && g.at-g.saved >= saveEvery && g.at < g.n {
 		g.Keep()
@@ -427,8 +436,12 @@ func (g *Segment) Write(b []byte) (n int, err error) {
 	return n, err
 }
 
+// Flush returns when all that was put is hashed.
+func (g *Segment) Flush() { g.coming.flush() }
+
 // End checks the segment, and records that it passed. lanes.ErrMismatch: it is dropped, to be written from its start.
 func (g *Segment) End() error {
+	g.Flush()
 	if err := g.check.Err(); err != nil {
 		g.s.forget(g.i)
 		return err
