@@ -94,20 +94,21 @@ func newCrew(ctx context.Context, jobs int, o Options) *crew {
 func (c *crew) work() {
 	var b buffers
 	defer b.free()
-	for mine := c.take(); len(mine) > 0; mine = c.take() {
+	for mine := c.turn(nil); len(mine) > 0; mine = c.turn(mine) {
 		if err := b.split(len(mine)); err != nil {
 			c.fail(err)
 		} else {
 			round(mine, &b)
 		}
-		c.give(mine)
 	}
 }
 
-// take returns the share of a core of the streams that there are, and nothing when all is done or failed.
-func (c *crew) take() []*stream {
+// turn takes back what a core had and returns its share of the streams that there are, and nothing when all is done or
+// failed. Others are woken only where something is left for them: a last stream stays with its core.
+func (c *crew) turn(had []*stream) []*stream {
 	c.mu.Lock()
 	defer c.mu.Unlock()
+	c.give(had)
 	for {
 		if err := context.Cause(c.ctx); err != nil && c.failed == nil {
 			c.failed = err
@@ -117,6 +118,9 @@ func (c *crew) take() []*stream {
 			return nil
 		}
 		if mine := c.share(); len(mine) > 0 || c.open == 0 {
+			if len(c.ready) > 0 || c.waiting > 0 || c.open == 0 {
+				c.changed.Broadcast()
+			}
 			return mine
 		}
 		c.changed.Wait()
@@ -157,11 +161,9 @@ func (c *crew) fail(err error) {
 	}
 }
 
-// give returns the streams of a core.
-func (c *crew) give(mine []*stream) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	for _, s := range mine {
+// give returns the streams that a core had.
+func (c *crew) give(had []*stream) {
+	for _, s := range had {
 		if s.job != nil {
 			c.ready = append(c.ready, s)
 			continue
@@ -171,7 +173,6 @@ func (c *crew) give(mine []*stream) {
 			c.failed = s.err
 		}
 	}
-	c.changed.Broadcast()
 }
 
 // round takes each stream a piece further.
