@@ -12,7 +12,6 @@ import (
 	"errors"
 	"fmt"
 	"maps"
-	"runtime"
 	"slices"
 
 	"golang.org/x/sync/errgroup"
@@ -168,32 +167,35 @@ func lacking(claim documents.Binding) string {
 	return fmt.Sprintf("%s: no full manifest of the base, which belongs at %s", claim.Kind, claim.Path)
 }
 
-// hash hashes what was not read as a whole, several files at a time.
+// hash hashes what was not read as a whole, several files at a time, the largest first.
 func (d *draft) hash(ctx context.Context, w transfer.Watch) error {
 	d.hashTexts()
-	g, ctx := errgroup.WithContext(ctx)
-	g.SetLimit(runtime.GOMAXPROCS(0))
+	var parts []*part
 	for i := range d.parts {
-		p := &d.parts[i]
-		if !p.digest.IsZero() {
-			continue
+		if p := &d.parts[i]; p.digest.IsZero() {
+			parts = append(parts, p)
 		}
-		e := transfer.Event{Step: transfer.Planned, Phase: transfer.PhaseHash, File: p.name, Total: p.file.Size}
-		tell(w, e)
-		g.Go(func() (err error) {
-			e.Step = transfer.Moved
-			p.digest, _, err = d.folder.Hash(ctx, p.file, func(n int64) {
-				e.Bytes = n
-				tell(w, e)
-			})
-			if err == nil {
-				e.Step, e.Bytes = transfer.Done, p.file.Size
-				tell(w, e)
-			}
-			return err
-		})
 	}
-	return g.Wait()
+	slices.SortStableFunc(parts, func(p, q *part) int { return cmp.Compare(q.file.Size, p.file.Size) })
+	files := make([]folder.File, len(parts))
+	for i, p := range parts {
+		files[i] = p.file
+		p.tell(w, transfer.Planned, 0)
+	}
+	return d.folder.HashAll(ctx, files, folder.Hashing{
+		Moved: func(i int, n int64) { parts[i].tell(w, transfer.Moved, n) },
+		Done: func(i int, h folder.Hashed) {
+			parts[i].digest = h.Digest
+			parts[i].tell(w, transfer.Done, parts[i].file.Size)
+		},
+	})
+}
+
+// tell says how the hashing of a file goes.
+func (p *part) tell(w transfer.Watch, s transfer.Step, n int64) {
+	if w != nil {
+		w(transfer.Event{Step: s, Phase: transfer.PhaseHash, File: p.name, Bytes: n, Total: p.file.Size})
+	}
 }
 
 // hashTexts hashes what was read as a whole.
@@ -202,12 +204,6 @@ func (a *Artifact) hashTexts() {
 		if p := &a.parts[i]; p.text != nil {
 			p.digest = identity.Sum(p.text)
 		}
-	}
-}
-
-func tell(w transfer.Watch, e transfer.Event) {
-	if w != nil {
-		w(e)
 	}
 }
 

@@ -58,22 +58,6 @@ func unchanged(file *os.File, f File) error {
 	return nil
 }
 
-// Hash reads a file once, from its start to one byte past its end, and returns its SHA-256. A shard's header is checked
-// in the same pass. moved, which may be nil, is told how many bytes are done. ErrChanged where the file changes
-// meanwhile; *safetensors.Error where a shard is none.
-func (f *Folder) Hash(ctx context.Context, file File, moved func(int64)) (identity.Digest, []safetensors.Warning, error) {
-	var h Hashed
-	err := f.HashAll(ctx, []File{file}, Hashing{
-		Moved: func(_ int, n int64) {
-			if moved != nil {
-				moved(n)
-			}
-		},
-		Done: func(_ int, done Hashed) { h = done },
-	})
-	return h.Digest, h.Warnings, err
-}
-
 // Hashed is what was found out about a file.
 type Hashed struct {
 	Digest   identity.Digest
@@ -88,8 +72,9 @@ type Hashing struct {
 	Streams func() int // as in hashing.Options
 }
 
-// HashAll is Hash for several files, which are read at the same time as far as that is of use, those first that come
-// first. The first error ends it.
+// HashAll reads files, each once, from its start to one byte past its end, and tells of their SHA-256. They are read at
+// the same time as far as that is of use, those first that come first. A shard's header is checked in the same pass. The
+// first error ends it: ErrChanged where a file changes meanwhile, *safetensors.Error where a shard is none.
 func (f *Folder) HashAll(ctx context.Context, files []File, o Hashing) error {
 	jobs := make([]*job, len(files))
 	for i, file := range files {
@@ -244,7 +229,7 @@ func (f *Folder) Sum(ctx context.Context, moved func(file File, done int64)) (Su
 	return sum, err
 }
 
-// Read opens a file for sending what Hash has hashed. unchangedSince says whether it is still that; it is to be asked
+// Read opens a file for sending what HashAll has hashed. unchangedSince says whether it is still that; it is to be asked
 // after the last byte was read and before r is closed. ErrChanged where it is not so from the start.
 func (f *Folder) Read(file File) (r io.ReadSeekCloser, unchangedSince func() error, err error) {
 	in, err := open(file)
