@@ -9,6 +9,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/kiln-registry/kiln-registry/internal/bench/rig"
 )
 
 // Machine is where a table was measured.
@@ -17,6 +19,7 @@ type Machine struct {
 	CPU    string `json:"cpu"`
 	Kernel string `json:"kernel"`
 	Go     string `json:"go"`
+	TCP    string `json:"tcp"` // congestion control
 }
 
 // ThisMachine describes the machine that it runs on. What cannot be read is "unknown".
@@ -26,6 +29,10 @@ func ThisMachine() Machine {
 	if _, rest, ok := strings.Cut(string(text), "model name"); ok {
 		line, _, _ := strings.Cut(rest, "\n")
 		m.CPU = strings.Trim(line, "\t: ")
+	}
+	m.TCP = "unknown"
+	if tcp, err := os.ReadFile(rig.CongestionControl); err == nil {
+		m.TCP = strings.TrimSpace(string(tcp))
 	}
 	var u unix.Utsname
 	if unix.Uname(&u) == nil {

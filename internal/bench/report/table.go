@@ -56,9 +56,9 @@ func (t Table) circumstances() string {
 	if !t.Quiet() {
 		quiet = ", goals of wall time skipped"
 	}
-	return fmt.Sprintf("%s, %d rounds, blobs of %d MiB; %d cores, %s, Linux %s, %s; others used %.0f %% of them%s; "+
+	return fmt.Sprintf("%s, %d rounds, blobs of %d MiB; %d cores, %s, Linux %s, TCP %s, %s; others used %.0f %% of them%s; "+
 		"load %s before, %s after", form, t.Rounds, t.Size>>20, t.Machine.Cores, t.Machine.CPU, t.Machine.Kernel,
-		t.Machine.Go, 100*t.Busy, quiet, t.Before, t.After)
+		t.Machine.TCP, t.Machine.Go, 100*t.Busy, quiet, t.Before, t.After)
 }
 
 // Save writes the table to NAME.json in dir, which is made if it is not there.
