@@ -284,8 +284,8 @@ func (r reader) baseText(to *identity.Manifest, text *[]byte) field {
 	return f
 }
 
-// baseBeside is base in a document beside one that holds the manifest known as the given text: the same text is the same
-// manifest.
+// baseBeside is base in a document beside one that holds the known manifest as the given text: the same text is the
+// same manifest.
 func (r reader) baseBeside(to *identity.Manifest, known identity.Manifest, text []byte) field {
 	f := r.base(to)
 	read := f.Read

@@ -271,15 +271,11 @@ func (a *Artifact) selectShards(ctx context.Context, blobs Blobs, m Manifest, al
 		return nil
 	}
 	a.Kind, a.State = api.KindBase, chosen.state
-	a.Packaging = packaging(all, chosen.files)
+	a.Packaging = packaging(all, chosen.layers)
 	if a.State != api.ContentDirect {
 		return nil
 	}
-	shards := make([]identity.Shard, len(chosen.files))
-	for i, f := range chosen.files {
-		shards[i] = identity.Shard{Filename: f.name, Size: uint64(f.Size), Digest: f.Digest}
-	}
-	if a.Shards, err = identity.New(shards); err != nil {
+	if a.Shards, err = identity.New(chosen.shards); err != nil {
 		return api.Errorf(api.CodeManifestInvalid, "shards: %v", err)
 	}
 	return nil
@@ -287,8 +283,9 @@ func (a *Artifact) selectShards(ctx context.Context, blobs Blobs, m Manifest, al
 
 // choice is the outcome of a selection: none, or a set of files that is direct, pending or incomplete.
 type choice struct {
-	state api.ContentState
-	files []file
+	state  api.ContentState
+	shards []identity.Shard
+	layers []bool // by number: it is one of the shards
 }
 
 // entries returns the files at the top in the order of the so many layers, which as a rule is that of their names.
@@ -316,14 +313,15 @@ func choose(ctx context.Context, blobs Blobs, all files, layers int) (choice, er
 	case errors.As(err, &refused) && refused.Code == safetensors.CodeNoShards:
 		return choice{state: api.ContentNone}, nil
 	case errors.As(err, &refused):
-		return choice{state: api.ContentIncomplete}, nil
+		return choice{state: api.ContentIncomplete, layers: make([]bool, layers)}, nil
 	case err != nil:
 		return choice{}, err
 	}
-	c := choice{state: api.ContentDirect, files: make([]file, 0, len(sel.Shards))}
+	c := choice{api.ContentDirect, make([]identity.Shard, 0, len(sel.Shards)), make([]bool, layers)}
 	for _, name := range sel.Shards {
 		f := all[name]
-		c.files = append(c.files, f)
+		c.shards = append(c.shards, identity.Shard{Filename: name, Size: uint64(f.Size), Digest: f.Digest})
+		c.layers[f.at] = true
 		ok := false
 		if f.raw {
 			if ok, err = looksRight(ctx, blobs, f); err != nil {
@@ -386,16 +384,12 @@ func looksRight(ctx context.Context, blobs Blobs, f file) (bool, error) {
 	return head.isSafetensors(f.Size), nil
 }
 
-// packaging hashes the names and digests of the files beside the shards. The shard index is no such file: it only
-// repeats how the shards are called.
-func packaging(all files, shards []file) identity.Digest {
-	weights := map[string]bool{indexName: true}
-	for _, f := range shards {
-		weights[f.name] = true
-	}
+// packaging hashes the names and digests of the files beside the shards, which are layers. The shard index is no such
+// file: it only repeats how the shards are called.
+func packaging(all files, shards []bool) identity.Digest {
 	var lines []string
 	for _, f := range all {
-		if !weights[f.name] {
+		if !shards[f.at] && f.name != indexName {
 			lines = append(lines, f.name+"\x00"+f.Digest.String()+"\n")
 		}
 	}

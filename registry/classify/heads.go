@@ -68,9 +68,11 @@ func (s *Heads) Note(d identity.Digest, size int64, h *Head) {
 func (s *Heads) Safetensors(d identity.Digest) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	_, young := s.young[d]
+	if _, young := s.young[d]; young {
+		return true
+	}
 	_, old := s.old[d]
-	return young || old
+	return old
 }
 
 // Over returns the blobs of which some are known in this way.
