@@ -7,6 +7,7 @@ package hashing
 
 import (
 	"context"
+	"errors"
 	"io"
 	"os"
 	"runtime"
@@ -23,9 +24,13 @@ type Part struct {
 	To   io.Writer // as in lanes.Piece
 }
 
+// ErrNothing, which Open may return, says that a stream has nothing to read.
+var ErrNothing = errors.New("there is nothing to read")
+
 // Job is one stream. Its methods are called one after the other, from any goroutine.
 type Job interface {
-	// Open is called when the turn of the stream comes. After an error, which ends Run, nothing else is called.
+	// Open is called when the turn of the stream comes. After an error nothing else is called. It ends Run, but for
+	// ErrNothing.
 	Open() (Part, error)
 
 	// Moved says how many bytes of the part have been hashed.

@@ -1,6 +1,7 @@
 package hashing
 
 import (
+	"errors"
 	"fmt"
 	"io"
 	"os"
@@ -156,6 +157,8 @@ func (s *stream) end(why error) {
 		_ = s.past.Close()
 	}
 	switch {
+	case s.File == nil && errors.Is(why, ErrNothing):
+		s.err = nil
 	case s.File == nil: // it was never open
 		s.err = why
 	case why == io.EOF:
