@@ -49,7 +49,7 @@ var imports = map[string]string{
 	"transfer":                 "api api/client identity identity/lanes identity/safetensors internal/durable transfer/cache transfer/fetch transfer/folder transfer/hashing transfer/staging; golang.org/x/sync golang.org/x/sys github.com/opencontainers/image-spec github.com/opencontainers/go-digest",
 	"transfer/artifact":        "api api/client identity identity/documents identity/safetensors internal/durable transfer transfer/folder; golang.org/x/sync",
 	"transfer/made":            "api api/client identity identity/documents identity/resume identity/safetensors transfer transfer/artifact transfer/folder transfer/staging",
-	"transfer/cache":           "identity identity/lanes internal/durable transfer/staging; golang.org/x/sync",
+	"transfer/cache":           "identity identity/lanes internal/durable transfer/hashing transfer/staging",
 	"transfer/fetch":           "api api/client identity identity/lanes internal/durable transfer/staging; golang.org/x/sync",
 	"transfer/folder":          "api identity identity/documents identity/safetensors internal/durable transfer/hashing transfer/staging; golang.org/x/sys",
 	"transfer/hashing":         "identity/lanes; golang.org/x/sys",

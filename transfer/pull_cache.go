@@ -90,6 +90,9 @@ func (p *pull) take(ctx context.Context, f staging.File, e cache.Entry) (bool, e
 	if err != nil || !ok {
 		return false, err
 	}
+	if states := p.o.Cache.Midstates(f.Digest, f.Size); states != nil {
+		p.area.KeepMidstates(states)
+	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.done.Cached, p.done.CachedBytes, p.done.Copied = p.done.Cached+1, p.done.CachedBytes+f.Size, p.done.Copied+copied
@@ -162,7 +165,11 @@ func (p *pull) through(f staging.File) func(context.Context, func(*staging.Area)
 		began := false
 		e, fetched, err := p.o.Cache.Receive(ctx, f, func(a *staging.Area) error {
 			began = true
-			return fetch(a)
+			err := fetch(a)
+			if states := staging.Midstates(p.done.Target, f); err == nil && states != nil {
+				p.o.Cache.KeepMidstates(states)
+			}
+			return err
 		}, p.waits(f))
 		switch {
 		case errors.Is(err, cache.ErrStalled), cache.ReadOnly(err) && !began:

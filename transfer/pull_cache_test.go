@@ -19,6 +19,7 @@ import (
 	"github.com/kiln-registry/kiln-registry/transfer"
 	"github.com/kiln-registry/kiln-registry/transfer/cache"
 	"github.com/kiln-registry/kiln-registry/transfer/folder"
+	"github.com/kiln-registry/kiln-registry/transfer/staging"
 )
 
 func (s *site) cache(dir string) *cache.Cache {
@@ -164,6 +165,30 @@ func TestCachedTogether(t *testing.T) {
 	}
 	if n, mode := names(t, filepath.Join(dir, "a", "config.json")); n != 5 || mode != 0o444 {
 		t.Errorf("%d names, mode %v", n, mode)
+	}
+}
+
+// TestCachedMidstates: what comes from the cache has its midstates beside the folder, as after a fetch, whether it is
+// linked or a copy. The cache has them from the pull that filled it.
+func TestCachedMidstates(t *testing.T) {
+	s := newSite(t)
+	files := model(1, 3*segment+100)
+	s.push("m", "v1", files)
+	plan := s.resolve("m", "v1")
+	c := s.cache(filepath.Join(t.TempDir(), "cache"))
+	s.through(c, plan, filepath.Join(t.TempDir(), "a"), files)
+	s.onBlob(nil)
+	for _, kind := range []api.Kind{plan.Kind, api.KindCheckpoint} {
+		plan.Kind = kind
+		dir := filepath.Join(t.TempDir(), "b")
+		if done := s.through(c, plan, dir, files); done.Cached != len(files) || s.sent() != 0 {
+			t.Errorf("%s: %+v, %d bytes sent", kind, done, s.sent())
+		}
+		for _, f := range plan.Files {
+			if states := staging.Midstates(dir, f); (states != nil) != (f.Size > 2*segment) {
+				t.Errorf("%s: midstates of %s, %d bytes: %v", kind, f.Name, f.Size, states)
+			}
+		}
 	}
 }
 

@@ -1,9 +1,10 @@
 // Package cache keeps verified files by digest in a folder of a machine, for all pulls there: what one of them received,
 // the others link or copy.
 //
-//	DIR/sha256/ab/HEX       a file, mode 0444, there only once its digest was verified
-//	DIR/sha256/ab/HEX.json  what it was like then; changed when it is used
-//	DIR/partial/.HEX.kiln/  the area of a file on its way in; see package staging
+//	DIR/sha256/ab/HEX            a file, mode 0444, there only once its digest was verified
+//	DIR/sha256/ab/HEX.json       what it was like then; changed when it is used
+//	DIR/sha256/ab/HEX.midstates  those of a large file that came with some or was hashed here
+//	DIR/partial/.HEX.kiln/       the area of a file on its way in; see package staging
 //
 // A file is used without reading it as long as it is the one of its record: same device, inode, size, mode and time of
 // modification. The change time is not looked at, as each link to a file changes it. What differs in one of them is
@@ -18,7 +19,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"io/fs"
 	"os"
 	"path/filepath"
@@ -36,6 +36,7 @@ const (
 	filesName    = "sha256"
 	partialName  = "partial"
 	recordSuffix = ".json"
+	statesSuffix = ".midstates"
 )
 
 // ErrForeign: a cache is not a folder of this user or of root, or others may write to it.
@@ -222,66 +223,21 @@ func (c *Cache) find(ctx context.Context, d identity.Digest, size int64) (e Entr
 	return Entry{path, size, r.Verified}, true, nil
 }
 
-// again hashes a file and records it, or drops it if it does not match.
-func (c *Cache) again(ctx context.Context, d identity.Digest, path string) (r record, ok bool, err error) {
-	f, err := durable.OpenRegular(path, os.O_RDONLY, 0)
-	if errors.Is(err, fs.ErrNotExist) {
-		return r, false, nil
-	}
-	if err != nil {
-		return r, false, err
-	}
-	defer f.Close()
-	before, err := f.Stat()
-	if err != nil {
-		return r, false, err
-	}
-	h := identity.NewHash()
-	if _, err := io.CopyBuffer(struct{ io.Writer }{h}, until{ctx, f}, make([]byte, durable.PieceSize)); err != nil {
-		return r, false, err
-	}
-	now, err := f.Stat()
-	switch there, lerr := os.Lstat(path); {
-	case err != nil:
-		return r, false, err
-	case lerr != nil || !os.SameFile(there, now):
-		return r, false, nil // dropped or replaced meanwhile
-	case identity.DigestOf(h) != d, recordOf(before, time.Time{}) != recordOf(now, time.Time{}):
-		c.o.Notify("dropped from the cache: damaged: " + path)
-		return r, false, c.drop(path)
-	}
-	if now.Mode().Perm() != staging.Shared {
-		if err := f.Chmod(staging.Shared); err != nil {
-			return r, false, err
-		}
-	}
-	r, err = c.keep(path, path)
-	return r, err == nil, err
-}
-
-// until reads a file until ctx ends.
-type until struct {
-	ctx context.Context
-	f   *os.File
-}
-
-func (u until) Read(b []byte) (int, error) {
-	if err := context.Cause(u.ctx); err != nil {
-		return 0, err
-	}
-	return u.f.Read(b)
-}
-
 // Drop removes the file with a digest. It is no error if there is none.
 func (c *Cache) Drop(d identity.Digest) error { return c.drop(c.path(d)) }
 
-// drop removes a file and its record. In a cache that can only be read nothing happens, and it is not used.
+// drop removes a file and what lies beside it. In a cache that can only be read nothing happens, and it is not used.
 func (c *Cache) drop(path string) error {
-	err := errors.Join(c.disk().Remove(path), c.disk().Remove(path+recordSuffix))
+	err := c.remove(path)
 	if ReadOnly(err) {
 		return nil
 	}
 	return err
+}
+
+// remove removes a file and what lies beside it.
+func (c *Cache) remove(path string) error {
+	return errors.Join(c.disk().Remove(path), c.disk().Remove(path+recordSuffix), c.disk().Remove(path+statesSuffix))
 }
 
 // ReadOnly says whether an error means that this user may not write to a cache.
@@ -297,8 +253,12 @@ func (c *Cache) Is(path string, d identity.Digest) bool {
 	return err == nil && berr == nil && os.SameFile(a, b)
 }
 
-// parse returns the digest that the name of a file of the cache stands for.
-func parse(name string) (d identity.Digest, ok bool) {
-	d, err := identity.ParseDigest("sha256:" + strings.TrimSuffix(name, recordSuffix))
-	return d, err == nil
+// parse returns the digest that the name of a file of the cache stands for, and what the name has beside it.
+func parse(name string) (d identity.Digest, suffix string, ok bool) {
+	hex, suffix, _ := strings.Cut(name, ".")
+	if suffix != "" {
+		suffix = "." + suffix
+	}
+	d, err := identity.ParseDigest("sha256:" + hex)
+	return d, suffix, err == nil && (suffix == "" || suffix == recordSuffix || suffix == statesSuffix)
 }

@@ -324,7 +324,7 @@ func TestHidden(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	v, err := c.Verify(t.Context(), nil)
+	v, err := c.Verify(t.Context(), cache.Checking{})
 	if err != nil || v.Files != 1 || len(v.Dropped) != 1 || v.Dropped[0] != identity.Sum(b) {
 		t.Errorf("%+v, %v", v, err)
 	}

@@ -7,14 +7,10 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
-	"runtime"
 	"slices"
 	"strings"
-	"sync"
 	"syscall"
 	"time"
-
-	"golang.org/x/sync/errgroup"
 
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/transfer/staging"
@@ -70,7 +66,7 @@ func (c *Cache) Prune(ctx context.Context, o PruneOptions) (p Pruned, err error)
 		}
 		old := o.Older > 0 && now.Sub(f.used) > o.Older
 		if f.links == 1 && (old || o.Max > 0 && p.untilFreeable > o.Max) {
-			if err := errors.Join(c.disk().Remove(f.path), c.disk().Remove(f.path+recordSuffix)); err != nil {
+			if err := c.remove(f.path); err != nil {
 				return p, err
 			}
 			p.Removed, p.RemovedBytes, p.untilFreeable = p.Removed+1, p.RemovedBytes+f.size, p.untilFreeable-f.size
@@ -135,11 +131,11 @@ func (c *Cache) list() (files []file, err error) {
 		if err != nil {
 			return err
 		}
-		d, ok := parse(e.Name())
+		d, suffix, ok := parse(e.Name())
 		if !ok {
 			return c.leftover(path, fi)
 		}
-		if strings.HasSuffix(path, recordSuffix) {
+		if suffix != "" {
 			return nil
 		}
 		f := file{path, d, fi.Size(), fi.ModTime(), 0}
@@ -159,45 +155,4 @@ func (c *Cache) leftover(path string, fi fs.FileInfo) error {
 		return nil
 	}
 	return c.disk().Remove(path)
-}
-
-// Checked is what a check of a cache found.
-type Checked struct {
-	Files   int               `json:"files"` // that match
-	Bytes   int64             `json:"size_bytes"`
-	Dropped []identity.Digest `json:"dropped"` // that did not match, in ascending order; they are removed
-}
-
-// Verify reads and hashes every file of the cache, and removes those that do not match. done, if not nil, is told of
-// each, from several goroutines at a time.
-func (c *Cache) Verify(ctx context.Context, done func(d identity.Digest, size int64, ok bool)) (v Checked, err error) {
-	files, err := c.list()
-	if err != nil {
-		return v, err
-	}
-	var mu sync.Mutex // guards v
-	g, ctx := errgroup.WithContext(ctx)
-	g.SetLimit(runtime.GOMAXPROCS(0))
-	for _, f := range files {
-		g.Go(func() error {
-			_, ok, err := c.again(ctx, f.digest, f.path)
-			if err != nil {
-				return err
-			}
-			mu.Lock()
-			defer mu.Unlock()
-			if ok {
-				v.Files, v.Bytes = v.Files+1, v.Bytes+f.size
-			} else {
-				v.Dropped = append(v.Dropped, f.digest)
-			}
-			if done != nil {
-				done(f.digest, f.size, ok)
-			}
-			return nil
-		})
-	}
-	err = g.Wait()
-	slices.SortFunc(v.Dropped, identity.Digest.Compare)
-	return v, err
 }

@@ -162,8 +162,17 @@ func verify(ctx context.Context, f cli.Flags, args []string, stdout, stderr io.W
 		show.Close()
 		return err
 	}
-	v, err := c.Verify(ctx, func(d identity.Digest, size int64, _ bool) {
-		show.Watch(transfer.Event{Step: transfer.Done, Phase: transfer.PhaseVerify, File: d.Hex(), Bytes: size, Total: size})
+	v, err := c.Verify(ctx, cache.Checking{
+		Moved: func(d identity.Digest, done, size int64) {
+			step := transfer.Moved
+			if done == 0 {
+				step = transfer.Planned
+			}
+			show.Watch(transfer.Event{Step: step, Phase: transfer.PhaseVerify, File: d.Hex(), Bytes: done, Total: size})
+		},
+		Done: func(d identity.Digest, size int64) {
+			show.Watch(transfer.Event{Step: transfer.Done, Phase: transfer.PhaseVerify, File: d.Hex(), Bytes: size, Total: size})
+		},
 	})
 	show.Close()
 	if err != nil {
