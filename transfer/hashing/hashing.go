@@ -180,11 +180,20 @@ func (c *crew) give(had []*stream) {
 	}
 }
 
-// round takes each stream a piece further.
+// round takes each stream a piece further. What is read past the page cache is asked for at once, as nobody reads ahead.
 func round(mine []*stream, b *buffers) {
 	pieces := make([]lanes.Piece, 0, len(mine))
+	var reads sync.WaitGroup
 	for i, s := range mine {
-		if s.next(b.of[i]); len(s.piece) > 0 {
+		if s.past == nil {
+			s.next(b.of[i])
+		} else {
+			reads.Go(func() { s.next(b.of[i]) })
+		}
+	}
+	reads.Wait()
+	for _, s := range mine {
+		if len(s.piece) > 0 {
 			pieces = append(pieces, lanes.Piece{To: s.To, Data: s.piece})
 		}
 	}
