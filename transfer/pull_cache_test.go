@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"errors"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"strings"
 	"sync"
@@ -16,6 +17,7 @@ import (
 	"github.com/kiln-registry/kiln-registry/api"
 	"github.com/kiln-registry/kiln-registry/api/client"
 	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/internal/durable"
 	"github.com/kiln-registry/kiln-registry/transfer"
 	"github.com/kiln-registry/kiln-registry/transfer/cache"
 	"github.com/kiln-registry/kiln-registry/transfer/folder"
@@ -76,6 +78,88 @@ func TestCachedCheckpoint(t *testing.T) {
 		if again := s.through(c, plan, dir, files); !again.Already {
 			t.Errorf("again: %+v", again)
 		}
+	}
+}
+
+// sharing returns an empty folder on a filesystem whose files can share blocks: XFS in a file, where this machine has
+// what that takes; else one of the usual filesystem, of which shared says what it can.
+func sharing(t *testing.T) (dir string, shared bool) {
+	t.Helper()
+	dir = t.TempDir()
+	_, noTool := exec.LookPath("mkfs.xfs")
+	_, noLoop := os.Stat("/dev/loop-control")
+	if missing := errors.Join(noTool, noLoop); missing == nil {
+		image := filepath.Join(t.TempDir(), "image")
+		run := func(args ...string) {
+			t.Helper()
+			if out, err := exec.Command(args[0], args[1:]...).CombinedOutput(); err != nil {
+				t.Fatalf("%v: %v\n%s(this test needs the right to mount: run it as root)", args, err, out)
+			}
+		}
+		run("truncate", "--size=320M", image)
+		run("mkfs.xfs", "-q", "-m", "reflink=1", image)
+		run("mount", "-t", "xfs", "-o", "loop", image, dir)
+		t.Cleanup(func() { run("umount", dir) })
+	} else {
+		t.Logf("no XFS is mounted: %v", missing)
+	}
+	a, err := os.Create(filepath.Join(dir, "a"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer a.Close()
+	b, err := os.Create(filepath.Join(dir, "b"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer b.Close()
+	shared = unix.IoctlFileClone(int(b.Fd()), int(a.Fd())) == nil
+	if err := errors.Join(os.Remove(a.Name()), os.Remove(b.Name())); err != nil {
+		t.Fatal(err)
+	}
+	return dir, shared
+}
+
+// TestCachedShared: a file of a checkpoint takes the blocks of the one in the cache where files can share them, and is
+// another file all the same.
+func TestCachedShared(t *testing.T) {
+	dir, shared := sharing(t)
+	s := newSite(t)
+	files := model(2, 20*mib)
+	s.push("m", "v1", files)
+	plan := s.resolve("m", "v1")
+	plan.Kind = api.KindCheckpoint
+	c := s.cache(filepath.Join(dir, "cache"))
+	s.through(c, plan, filepath.Join(dir, "a"), files)
+	before, err := durable.Free(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	done := s.through(c, plan, filepath.Join(dir, "b"), files)
+	after, err := durable.Free(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	copied := total(files)
+	if shared {
+		copied = 0
+	}
+	if done.Cached != len(files) || done.Copied != copied {
+		t.Errorf("%+v; blocks can be shared: %v", done, shared)
+	}
+	if taken := before - after; shared && taken > 4*mib {
+		t.Errorf("%d more bytes of disk are taken by %d", taken, total(files))
+	}
+	path := filepath.Join(dir, "b", "model-a.safetensors")
+	if n, mode := names(t, path); n != 1 || mode != 0o644 {
+		t.Errorf("%d names, mode %v", n, mode)
+	}
+	if err := os.WriteFile(path, make([]byte, 20*mib), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	s.holds(filepath.Join(dir, "a"), files)
+	if v, err := c.Verify(t.Context(), cache.Checking{}); err != nil || len(v.Dropped) != 0 {
+		t.Errorf("the cache after a write to a file that came from it: %+v, %v", v, err)
 	}
 }
 
