@@ -101,9 +101,9 @@ func (d *document) compact(r *strictjson.Reader) bool {
 	name, ok := after(all, `{"filename":"`)
 	n := portable(name)
 	size, ok2 := after(name[n:], `","size_bytes":`)
-	v, digits := digits(size)
-	sum, ok3 := after(size[digits:], `,"sha256":"`)
-	if !ok || !ok2 || !ok3 || digits == 0 || len(sum) < textLen {
+	v, m := digits(size)
+	sum, ok3 := after(size[m:], `,"sha256":"`)
+	if !ok || !ok2 || !ok3 || m == 0 || len(sum) < textLen {
 		return false
 	}
 	digest, err := DigestOfText(sum[:textLen])

@@ -69,14 +69,20 @@ func (m Manifest) SameContent(o Manifest) bool { return m.Aggregate == o.Aggrega
 // aggregate hashes the domain and a NUL, the count, and for each record its size and digest, integers as 8
 // little-endian bytes, records in the order of digest and then of numeric size.
 func aggregate(shards []Shard) Aggregate {
-	buf := make([]byte, 0, len(AggregateAlgorithm)+1+8+40*len(shards))
-	buf = append(append(buf, AggregateAlgorithm...), 0)
+	const record = 8 + len(Digest{})
+	h := NewHash()
+	buf := append(append(make([]byte, 0, 100*record), AggregateAlgorithm...), 0)
 	buf = binary.LittleEndian.AppendUint64(buf, uint64(len(shards)))
 	for _, at := range contentOrder(shards) {
+		if len(buf)+record > cap(buf) {
+			h.Write(buf)
+			buf = buf[:0]
+		}
 		buf = binary.LittleEndian.AppendUint64(buf, shards[at].Size)
 		buf = append(buf, shards[at].Digest[:]...)
 	}
-	return Aggregate(Sum(buf))
+	h.Write(buf)
+	return Aggregate(DigestOf(h))
 }
 
 // contentOrder returns the places of the shards in the order of digest and then of numeric size. It sorts numbers made of

@@ -90,8 +90,12 @@ func (l listing) choose(index func() ([]byte, error)) (Selection, error) {
 		return Selection{}, err
 	}
 	s := Selection{Shards: names, FromIndex: fromIndex, Leftovers: l.leftovers}
+	next := 0 // of names, which are sorted as well
 	for _, n := range l.shardLike {
-		if _, chosen := slices.BinarySearch(names, n); !chosen {
+		for next < len(names) && names[next] < n {
+			next++
+		}
+		if next == len(names) || names[next] != n {
 			s.Extra = append(s.Extra, n)
 		}
 	}
