@@ -21,7 +21,7 @@ const (
 	classifyRepo   = "bench/classify"
 	classifyRounds = 7    // at least
 	classifyShards = 8192 // of all manifests that are pushed in a turn, about
-	classifyFewest = 16   // manifests of a turn: processor time is counted in steps of 10 ms
+	classifyFewest = 40   // manifests of a turn: processor time is counted in steps of 10 ms, and a large push varies
 )
 
 // pushed is a kind of manifest that is pushed in two forms. Both have the same layers of the same blobs; in the plain
@@ -145,23 +145,23 @@ func layered(layers []descriptor, number int) ([]byte, error) {
 	})
 }
 
-// classified pushes manifests in both forms in turn.
+// classified pushes manifests in both forms in turn. A turn is two halves, in the order with, without, without, with: what
+// a push costs grows with what was pushed before, and so it does for both alike.
 func (b *bench) classified(ctx context.Context, reg *rig.Server, p pushed) ([]row, error) {
 	var cpu, wall, with, without []float64
 	number := 0
 	for round := range max(b.rounds, classifyRounds) {
 		var costs [2]cost
-		err := inTurn(round, 2, func(side int) (err error) {
-			layers := p.layers
-			if side == 1 {
-				layers = p.plain
+		for half := range 2 {
+			err := inTurn(round+half, 2, func(side int) error {
+				c, err := b.pushNumbers(ctx, reg, [...][]descriptor{p.layers, p.plain}[side], number, p.each/2)
+				number += p.each / 2
+				costs[side].cpu, costs[side].wall = costs[side].cpu+c.cpu/2, costs[side].wall+c.wall/2
+				return err
+			})
+			if err != nil {
+				return nil, err
 			}
-			costs[side], err = b.pushNumbers(ctx, reg, layers, number, p.each)
-			number += p.each
-			return err
-		})
-		if err != nil {
-			return nil, err
 		}
 		cpu, wall = append(cpu, costs[0].cpu-costs[1].cpu), append(wall, costs[0].wall-costs[1].wall)
 		with, without = append(with, costs[0].cpu), append(without, costs[1].cpu)
