@@ -15,8 +15,8 @@ const variable = "KILN_LANES"
 // Runner is what runs the tests of a package, such as a *testing.M.
 type Runner interface{ Run() int }
 
-// Use makes everything in this process hash with the kernel from now on, and returns what runs the tests of m. A name that
-// this processor can't use ends the process with one line and the exit code 2. It is to be called first in TestMain:
+// Use makes everything in this process hash with the kernel from now on, and returns what runs the tests of m. A name
+// that this processor can't use ends the process with one line and the exit code 2. It is the first call of a TestMain:
 //
 //	func TestMain(m *testing.M) { testlanes.Use(m).Run() }
 func Use(m Runner) Runner {

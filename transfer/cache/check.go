@@ -158,8 +158,8 @@ func (k *check) keepStates(size int64) {
 // leastStates is the size of a file up to which midstates are of no use.
 const leastStates = 2 * lanes.SegmentSize
 
-// KeepMidstates keeps those of a file that the cache has or is about to receive, for Midstates to give. They are a help:
-// it is no error if they can't be kept.
+// KeepMidstates keeps those of a file that the cache has or is about to receive, for Midstates to give. They are a
+// help: it is no error if they can't be kept.
 func (c *Cache) KeepMidstates(s *lanes.States) {
 	if s.Size <= leastStates {
 		return
@@ -174,8 +174,8 @@ func (c *Cache) KeepMidstates(s *lanes.States) {
 	}
 }
 
-// Midstates returns those of a file with a digest and a size. Nil: there are none, or none that fit. They are worth what
-// those of staging.Midstates are.
+// Midstates returns those of a file with a digest and a size. Nil: there are none, or none that fit. They are worth
+// what those of staging.Midstates are.
 func (c *Cache) Midstates(d identity.Digest, size int64) *lanes.States {
 	path := c.path(d) + statesSuffix
 	if size <= leastStates || own(path, 0) != nil {

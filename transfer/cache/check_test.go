@@ -12,6 +12,7 @@ import (
 	"testing"
 
 	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/identity/lanes"
 	"github.com/kiln-registry/kiln-registry/transfer/cache"
 )
 
@@ -117,7 +118,32 @@ func TestMidstates(t *testing.T) {
 	if s := c.Midstates(identity.Sum(small(1)), 5000); s != nil {
 		t.Error("given for a small file")
 	}
+	if err := c.Drop(d); err != nil {
+		t.Fatal(err)
+	}
+	if left, err := filepath.Glob(e.Path + "*"); err != nil || len(left) != 0 {
+		t.Errorf("left: %v, %v", left, err)
+	}
+}
+
+// TestForeignMidstates: midstates that decayed, or that others could have written, are none.
+func TestForeignMidstates(t *testing.T) {
+	c := open(t, filepath.Join(t.TempDir(), "cache"), cache.Options{})
+	b := content(3)
+	d, size := identity.Sum(b), int64(len(b))
+	h := lanes.NewRecorder(lanes.SegmentSize)
+	h.Write(b)
+	_, noted := h.Take()
+	s, err := lanes.New(lanes.SegmentSize, size, d, noted)
+	if err != nil {
+		t.Fatal(err)
+	}
+	e, _ := receive(t, c, b)
 	path := e.Path + ".midstates"
+	c.KeepMidstates(s)
+	if got := c.Midstates(d, size); got == nil || !slices.Equal(got.Edge, s.Edge) {
+		t.Fatalf("kept %+v, got %+v", s, got)
+	}
 	form, err := os.ReadFile(path)
 	if err != nil {
 		t.Fatal(err)
@@ -134,19 +160,10 @@ func TestMidstates(t *testing.T) {
 		}
 	}
 	c.KeepMidstates(s)
-	if got := c.Midstates(d, size); got == nil || !slices.Equal(got.Edge, s.Edge) {
-		t.Errorf("kept %+v, got %+v", s, got)
-	}
 	if err := os.Chmod(path, 0o666); err != nil {
 		t.Fatal(err)
 	}
 	if c.Midstates(d, size) != nil {
 		t.Error("given, though anyone could have written them")
-	}
-	if err := c.Drop(d); err != nil {
-		t.Fatal(err)
-	}
-	if left, err := filepath.Glob(e.Path + "*"); err != nil || len(left) != 0 {
-		t.Errorf("left: %v, %v", left, err)
 	}
 }

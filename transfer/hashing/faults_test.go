@@ -110,11 +110,19 @@ func (a *asked) Close(err error) error {
 	return a.job.Close(err)
 }
 
+// at returns the path that an error names.
+func at(err error) string {
+	if named, ok := errors.AsType[*fs.PathError](err); ok {
+		return named.Path
+	}
+	return ""
+}
+
 // TestAway: a file that isn't there, or may not be read, ends the work with an error that names it.
 func TestAway(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "away")
 	err := among(t, t.Context(), &job{path: path, end: -1})
-	if named, ok := errors.AsType[*fs.PathError](err); !errors.Is(err, fs.ErrNotExist) || !ok || named.Path != path {
+	if !errors.Is(err, fs.ErrNotExist) || at(err) != path {
 		t.Errorf("away: %v", err)
 	}
 	fill(t, path, 1<<20)
@@ -124,7 +132,7 @@ func TestAway(t *testing.T) {
 		return p, err
 	}}
 	err = among(t, t.Context(), j)
-	if named, ok := errors.AsType[*fs.PathError](err); !errors.Is(err, unix.EBADF) || !ok || named.Path != path || j.closed != 1 {
+	if !errors.Is(err, unix.EBADF) || at(err) != path || j.closed != 1 {
 		t.Errorf("only to write: %v, closed %d times", err, j.closed)
 	}
 }
@@ -137,8 +145,8 @@ func TestNothingToRead(t *testing.T) {
 	}
 }
 
-// TestReadError: a read that fails in the middle of a file ends the work, and its job learns why and how far it came. The
-// file is this process's memory, a part of which is no memory: the pages behind the end of a file that is mapped.
+// TestReadError: a read that fails in the middle of a file ends the work, and its job learns why and how far it came.
+// The file is this process's memory, a part of which is none: the pages behind the end of a file that is mapped.
 func TestReadError(t *testing.T) {
 	const good = 5<<20 + 4096
 	path := filepath.Join(t.TempDir(), "file")
@@ -157,14 +165,14 @@ func TestReadError(t *testing.T) {
 			t.Error(err)
 		}
 	}()
-	at := int64(uintptr(m))
+	start := int64(uintptr(m))
 	j := &asked{open: func() (p hashing.Part, err error) {
 		p.File, err = os.Open("/proc/self/mem")
-		p.Off, p.End = at, at+2*good
+		p.Off, p.End = start, start+2*good
 		return p, err
 	}}
 	err = among(t, t.Context(), j)
-	if named, ok := errors.AsType[*fs.PathError](err); !errors.Is(err, unix.EIO) || !ok || named.Path != "/proc/self/mem" {
+	if !errors.Is(err, unix.EIO) || at(err) != "/proc/self/mem" {
 		t.Errorf("got %v", err)
 	}
 	if j.closed != 1 || !errors.Is(j.err, unix.EIO) || j.moved != good || j.got != identity.Sum(b) {

@@ -180,7 +180,7 @@ func (c *crew) give(had []*stream) {
 	}
 }
 
-// round takes each stream a piece further. What is read past the page cache is asked for at once, as nobody reads ahead.
+// round takes each stream a piece further. What is read past the page cache is asked for at once: nobody reads ahead.
 func round(mine []*stream, b *buffers) {
 	pieces := make([]lanes.Piece, 0, len(mine))
 	var reads sync.WaitGroup
