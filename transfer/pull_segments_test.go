@@ -42,7 +42,8 @@ func TestSegmentPull(t *testing.T) {
 	}
 }
 
-// TestRepairSegment: one flipped byte in a large shard costs one segment; the folder is as it was until it is replaced.
+// TestRepairSegment: one flipped byte in a large shard costs a part of a segment; the folder is as it was until it is
+// replaced.
 func TestRepairSegment(t *testing.T) {
 	s := newSite(t)
 	files := model(2, 9*segment+100)
@@ -63,8 +64,9 @@ func TestRepairSegment(t *testing.T) {
 		next.ServeHTTP(w, r)
 	})
 	done := s.pull(dir, files)
-	if s.sentOf(files[name]) != segment || done.Received != segment || done.Reused != len(files)-1 ||
-		done.Adopted != int64(len(damaged))-segment {
+	const part = 4 * mib
+	if s.sentOf(files[name]) != part || done.Received != part || done.Reused != len(files)-1 ||
+		done.Adopted != int64(len(damaged))-part {
 		t.Errorf("%d bytes sent, %+v", s.sentOf(files[name]), done)
 	}
 	s.onBlob(nil)

@@ -419,3 +419,33 @@ func ExampleStates_Verify() {
 	// <nil>
 	// segment 1, 3904 bytes at 4096: bytes and midstates do not match
 }
+
+// TestClone: a check and its clone go on from the same place, each by itself.
+func TestClone(t *testing.T) {
+	b := random(1, 3*4096+7)
+	s := record(t, 4096, b, 1000)
+	for i := range s.Len() {
+		part := segmentOf(s, b, i)
+		for _, at := range []int{0, 1, len(part) / 2, len(part)} {
+			c := s.Check(i)
+			c.Write(part[:at])
+			wrong, right := c.Clone(), c.Clone()
+			right.Write(part[at:])
+			rest := bytes.Clone(part[at:])
+			if len(rest) > 0 {
+				rest[0] ^= 1
+			}
+			wrong.Write(rest)
+			if err := right.Err(); err != nil {
+				t.Errorf("segment %d, cloned at %d: %v", i, at, err)
+			}
+			if at < len(part) && wrong.Err() == nil {
+				t.Errorf("segment %d, cloned at %d: damaged bytes passed", i, at)
+			}
+			c.Write(part[at:])
+			if err := c.Err(); err != nil {
+				t.Errorf("segment %d after its clones: %v", i, err)
+			}
+		}
+	}
+}

@@ -2,9 +2,10 @@
 // many connections as bring more, from whoever is fastest, and never believed before they are hashed.
 //
 // Where the registry has the midstates of a file, it comes in segments, in any order and from several sources at once.
-// Each is checked as it is written; one that does not match costs that segment, and tells who sent it. Midstates are
-// asked of the registry alone, and decide nothing: where they do not fit what comes, the file comes in order, and its
-// digest has the last word. A file without midstates comes in order, from one source.
+// Each is checked as it is written; one that does not match costs that segment, and tells who sent it. One that is
+// damaged on the disk comes from its start, in steps, up to where the rest that lies there is right. Midstates are asked
+// of the registry alone, and decide nothing: where they do not fit what comes, the file comes in order, and its digest
+// has the last word. A file without midstates comes in order, from one source.
 package fetch
 
 import (

@@ -18,7 +18,7 @@ import (
 	"github.com/kiln-registry/kiln-registry/transfer/staging"
 )
 
-// killEnv tells a child process what it shall fetch: HOST DIGEST SIZE FOLDER.
+// killEnv tells a child process what it shall fetch: HOST DIGEST SIZE FOLDER, and the damaged form that is there.
 const killEnv = "KILN_TEST_FETCH_TO_KILL"
 
 func TestMain(m *testing.M) {
@@ -31,9 +31,9 @@ func TestMain(m *testing.M) {
 }
 
 func child(order string) error {
-	var host, digest, dir string
+	var host, digest, dir, damaged string
 	var size int64
-	if _, err := fmt.Sscan(order, &host, &digest, &size, &dir); err != nil {
+	if n, err := fmt.Sscan(order, &host, &digest, &size, &dir, &damaged); err != nil && n < 4 {
 		return err
 	}
 	d, err := identity.ParseDigest(digest)
@@ -53,7 +53,7 @@ func child(order string) error {
 		return err
 	}
 	o := fetch.Options{Jobs: 2, Watch: &notes{}}
-	_, err = fetch.Files(context.Background(), a, fetch.Source{Client: c, Repo: "m"}, []fetch.File{{File: f}}, o)
+	_, err = fetch.Files(context.Background(), a, fetch.Source{Client: c, Repo: "m"}, []fetch.File{{File: f, Damaged: damaged}}, o)
 	return err
 }
 
@@ -64,6 +64,23 @@ func TestKill(t *testing.T) {
 	p := newPlace(t, b)
 	dir := target(t)
 	const enough = 72 * mib
+	killed(t, p, b, dir, "", enough)
+	if _, err := os.Lstat(dir); err == nil {
+		t.Error("there is something at the target")
+	}
+	done, notes, err := get(t, dir, p.source(client.Options{}), fetch.Options{}, nil, b)
+	if err != nil || done.Received+done.Resumed != int64(len(b)) || p.bytes() != done.Received {
+		t.Errorf("%+v, %d bytes sent of %d, %v\n%s", done, p.bytes(), len(b), err, notes)
+	}
+	const onTheWay = 12 * mib // in the buffers of two connections
+	if least := int64(enough - onTheWay - 2*seg); done.Resumed < least {
+		t.Errorf("resumed at %d, want at least %d", done.Resumed, least)
+	}
+}
+
+// killed has a process fetch b into a folder, and kills it when a place sent enough bytes. Then the place sends all.
+func killed(t *testing.T, p *place, b []byte, dir, damaged string, enough int64) {
+	t.Helper()
 	reached := make(chan struct{})
 	var once sync.Once
 	p.onBlob(func(w http.ResponseWriter, r *http.Request, b []byte) bool {
@@ -71,7 +88,8 @@ func TestKill(t *testing.T) {
 		return true
 	})
 	cmd := exec.Command(os.Args[0])
-	cmd.Env = append(os.Environ(), fmt.Sprintf("%s=%s %s %d %s", killEnv, p.host, identity.Sum(b), len(b), dir))
+	cmd.Env = append(os.Environ(), fmt.Sprintf("%s=%s %s %d %s %s",
+		killEnv, p.host, identity.Sum(b), len(b), dir, damaged))
 	cmd.Stderr = os.Stderr
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)
@@ -83,18 +101,8 @@ func TestKill(t *testing.T) {
 	if err := cmd.Wait(); err == nil {
 		t.Error("the child ended well")
 	}
-	if _, err := os.Lstat(dir); err == nil {
-		t.Error("there is something at the target")
-	}
+	p.busy.Wait() // nothing that was for the child is counted any more
 	p.onBlob(nil)
-	done, notes, err := get(t, dir, p.source(client.Options{}), fetch.Options{}, nil, b)
-	if err != nil || done.Received+done.Resumed != int64(len(b)) || p.bytes() != done.Received {
-		t.Errorf("%+v, %d bytes sent of %d, %v\n%s", done, p.bytes(), len(b), err, notes)
-	}
-	const onTheWay = 12 * mib // in the buffers of two connections
-	if least := int64(enough - onTheWay - 2*seg); done.Resumed < least {
-		t.Errorf("resumed at %d, want at least %d", done.Resumed, least)
-	}
 }
 
 // held lets no more bytes of a place through than limit, then says so and waits for the client to go.

@@ -40,6 +40,7 @@ type place struct {
 	blobs  map[identity.Digest][]byte
 	forms  map[identity.Digest][]byte // midstates
 	opened atomic.Int32               // connections
+	busy   sync.WaitGroup             // requests that are answered
 
 	mu    sync.Mutex
 	fault func(w http.ResponseWriter, r *http.Request, b []byte) bool // of a blob; says whether it answered
@@ -68,6 +69,8 @@ func newPlace(t *testing.T, blobs ...[]byte) *place {
 }
 
 func (p *place) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	p.busy.Add(1)
+	defer p.busy.Done()
 	p.mu.Lock()
 	p.asked = append(p.asked, r.Method+" "+r.URL.Path)
 	p.seen = append(p.seen, r.Header.Get("Authorization"))

@@ -4,8 +4,6 @@ import (
 	"errors"
 	"net/http"
 	"net/http/httptest"
-	"os"
-	"path/filepath"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -216,27 +214,6 @@ func (c *cutter) Write(b []byte) (int, error) {
 	c.ResponseWriter.Write(b[:c.n])
 	http.NewResponseController(c.ResponseWriter).Flush()
 	panic(http.ErrAbortHandler)
-}
-
-// TestDamagedFile: of a file that was damaged on the disk only what does not match is fetched.
-func TestDamagedFile(t *testing.T) {
-	b := random(5*seg+5, 1)
-	p := newPlace(t, b)
-	dir := target(t)
-	path := filepath.Join(filepath.Dir(dir), "old")
-	damaged := flipped(b, 4*seg+99)
-	if err := os.WriteFile(path, damaged, 0o644); err != nil {
-		t.Fatal(err)
-	}
-	all, _ := files(b)
-	all[0].Damaged = path
-	done, notes, err := get(t, dir, p.source(client.Options{}), fetch.Options{}, all, b)
-	if err != nil || p.bytes() != seg || done.Adopted != int64(len(b))-seg || !strings.Contains(notes, "are used") {
-		t.Errorf("%+v, %d bytes sent, %v\n%s", done, p.bytes(), err, notes)
-	}
-	if got, err := os.ReadFile(path); err != nil || identity.Sum(got) != identity.Sum(damaged) {
-		t.Errorf("the damaged file was changed, %v", err)
-	}
 }
 
 // TestOverload: a registry that is asked too much is asked again, and less.

@@ -29,7 +29,8 @@ type Segments struct {
 	state  *durable.File
 	passed bits
 	there  map[int]int64 // bytes that are written of segments that did not pass yet
-	have   int64         // bytes of those that passed
+	spoilt map[int]bool  // behind those, the rest of the segment is of a file that was adopted and does not match
+	have   int64         // bytes of segments that passed
 	synced int64         // what have was when the last background sync was begun
 	sync   chan error    // holds the result of the background sync; nil: none was begun
 }
@@ -45,7 +46,7 @@ func (b bits) set(i int)      { b[i/8] |= 1 << (i % 8) }
 // came in order is checked again, segment by segment, as it is asked for. The disk space is taken at once where the
 // filesystem can.
 func (a *Area) Segments(states *lanes.States) (*Segments, error) {
-	s := &Segments{area: a, states: states, path: a.part(states.Digest)}
+	s := &Segments{area: a, states: states, path: a.part(states.Digest), spoilt: map[int]bool{}}
 	if err := s.open(); err != nil {
 		return nil, fmt.Errorf("open the partial file of %s: %w", states.Digest, err)
 	}
@@ -120,6 +121,10 @@ func (s *Segments) find() {
 func (s *Segments) Have() int64 {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	return s.bytes()
+}
+
+func (s *Segments) bytes() int64 {
 	n := s.have
 	for _, b := range s.there {
 		n += b
@@ -139,6 +144,14 @@ func (s *Segments) Begun(i int) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.there[i] > 0
+}
+
+// Spoilt says whether segment i did not match in the file that was adopted, and may yet be right when only some of its
+// bytes are written: see Segment.Spare.
+func (s *Segments) Spoilt(i int) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.spoilt[i]
 }
 
 // Settle checks the segments of which all bytes are there but that did not pass yet, with no source but the disk.
@@ -161,8 +174,13 @@ func (s *Segments) whole(i int, n int64) bool {
 	return !s.passed.has(i) && s.there[i] == n && n > 0
 }
 
-// Adopt takes over the segments of another file that match, by copying: those that are missing here. A file of another
-// size has none. It returns how many bytes it took.
+// maxSpoilt is how many segments of a damaged file may be Spoilt. One with more, or with more that are than are not, is
+// another version of the file, and nothing of them is right.
+const maxSpoilt = 16
+
+// Adopt takes over the segments of another file that match, by copying: those that are missing here, or what is missing
+// of them. Of one that does not match nothing is recorded as there, but it is Spoilt. A file of another size has none.
+// It returns how many bytes it took.
 func (s *Segments) Adopt(ctx context.Context, path string) (int64, error) {
 	from, err := s.area.disk.OpenFile(path, os.O_RDONLY, 0)
 	if errors.Is(err, durable.ErrNotRegular) {
@@ -176,25 +194,47 @@ func (s *Segments) Adopt(ctx context.Context, path string) (int64, error) {
 		return 0, err
 	}
 	before := s.Have()
+	s.mu.Lock()
+	err = s.save() // Settle may have dropped what the last record says is there
+	s.mu.Unlock()
+	if err != nil {
+		return 0, err
+	}
 	err = s.each(ctx, func(i int) error {
 		if s.Passed(i) {
 			return nil
 		}
 		return s.adopt(from, i)
 	})
-	return s.Have() - before, err
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if len(s.spoilt) > min(maxSpoilt, s.states.Len()/2) {
+		clear(s.spoilt)
+	}
+	return s.bytes() - before, err
 }
 
 func (s *Segments) adopt(from *durable.File, i int) error {
-	s.forget(i)
 	g, err := s.Segment(i)
 	if err != nil {
 		return err
 	}
-	if err := readPieces(from, g.off, g.n, func(b []byte) error { _, err := g.Write(b); return err }); err != nil {
+	off, left := g.Offset()
+	err = readPieces(from, off, left, func(b []byte) error {
+		defer g.Flush()
+		_, err := g.put(b)
 		return err
+	})
+	switch {
+	case err != nil:
+		return err
+	case g.check.Err() == nil:
+		return s.passes(i, g.n)
 	}
-	return ignoreMismatch(g.End())
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.spoilt[i] = true
+	return nil
 }
 
 func ignoreMismatch(err error) error {
@@ -233,6 +273,11 @@ func (s *Segments) each(ctx context.Context, fn func(i int) error) error {
 func readPieces(f *durable.File, off, n int64, fn func(b []byte) error) error {
 	buf := pieces.Get().(*piece)
 	defer pieces.Put(buf)
+	return readBy(buf[:], f, off, n, fn)
+}
+
+// readBy is readPieces with a buffer of the caller.
+func readBy(buf []byte, f *durable.File, off, n int64, fn func(b []byte) error) error {
 	for end := off + n; off < end; {
 		m, err := f.ReadAt(buf[:min(int64(len(buf)), end-off)], off)
 		if ferr := fn(buf[:m]); ferr != nil {
@@ -265,6 +310,7 @@ func (s *Segments) passes(i int, n int64) error {
 		s.have += n
 	}
 	delete(s.there, i)
+	delete(s.spoilt, i)
 	err := s.save()
 	if err == nil && s.have-s.synced >= syncEvery {
 		err = s.background()
@@ -272,10 +318,12 @@ func (s *Segments) passes(i int, n int64) error {
 	return err
 }
 
-func (s *Segments) forget(i int) {
+// fails notes that all bytes of segment i were written, and do not match.
+func (s *Segments) fails(i int) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	delete(s.there, i)
+	delete(s.spoilt, i)
 }
 
 // save keeps a record that is good as long as the machine runs.
@@ -418,6 +466,18 @@ func (g *Segment) Write(b []byte) (n int, err error) {
 // Put is Write, but b may be hashed later, with bytes of other files: until the next Put, Write, Flush or End returns it
 // must stay as it is. After the last Put comes one of them.
 func (g *Segment) Put(b []byte) (n int, err error) {
+	n, err = g.put(b)
+	if err == nil && g.at-g.saved >= saveEvery && g.at < g.n {
+		g.Keep()
+		g.s.mu.Lock()
+		defer g.s.mu.Unlock()
+		err = g.s.save()
+	}
+	return n, err
+}
+
+// put is Put, but nothing is recorded.
+func (g *Segment) put(b []byte) (n int, err error) {
 	if err := g.s.area.Held(); err != nil {
 		return 0, err
 	}
@@ -427,12 +487,6 @@ func (g *Segment) Put(b []byte) (n int, err error) {
 	n, err = g.s.file.WriteAt(b, g.off+g.at)
 	g.coming.write(g.check, b[:n])
 	g.at += int64(n)
-	if err == nil && g.at-g.saved >= saveEvery && g.at < g.n {
-		g.Keep()
-		g.s.mu.Lock()
-		defer g.s.mu.Unlock()
-		err = g.s.save()
-	}
 	return n, err
 }
 
@@ -443,10 +497,30 @@ func (g *Segment) Flush() { g.coming.flush() }
 func (g *Segment) End() error {
 	g.Flush()
 	if err := g.check.Err(); err != nil {
-		g.s.forget(g.i)
+		g.s.fails(g.i)
 		return err
 	}
 	return g.s.passes(g.i, g.n)
+}
+
+// Spare returns how many bytes of a segment that was Spoilt need not be written, as what lies there is right: then it
+// passed, and nothing is to be done with it any more. Zero: they must be, for all that is known by now. The rest is read
+// into buf, piece by piece.
+func (g *Segment) Spare(buf []byte) (n int64, err error) {
+	off, left := g.Offset()
+	if left == 0 {
+		return 0, nil
+	}
+	g.Flush()
+	check := g.check.Clone()
+	err = readBy(buf, g.s.file, off, left, func(b []byte) error {
+		g.s.area.hash(check, b)
+		return nil
+	})
+	if err != nil || check.Err() != nil {
+		return 0, err
+	}
+	return left, g.s.passes(g.i, g.n)
 }
 
 // Keep leaves what is written of a segment that does not end now for whoever opens it next.
@@ -457,7 +531,11 @@ func (g *Segment) Keep() {
 }
 
 // Drop forgets what is written of the segment.
-func (g *Segment) Drop() { g.s.forget(g.i) }
+func (g *Segment) Drop() {
+	g.s.mu.Lock()
+	defer g.s.mu.Unlock()
+	delete(g.s.there, g.i)
+}
 
 // Bytes returns how many bytes of the segment are there.
 func (g *Segment) Bytes() int64 { return g.at }
