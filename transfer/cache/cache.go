@@ -27,7 +27,6 @@ import (
 	"time"
 
 	"github.com/kiln-registry/kiln-registry/identity"
-	"github.com/kiln-registry/kiln-registry/identity/lanes"
 	"github.com/kiln-registry/kiln-registry/internal/durable"
 	"github.com/kiln-registry/kiln-registry/transfer/staging"
 )
@@ -75,7 +74,7 @@ func Open(dir string, o Options) (*Cache, error) {
 		o.Patience = 2 * time.Minute
 	}
 	if o.Staging.Hashes == nil {
-		o.Staging.Hashes = new(lanes.Pool)
+		o.Staging.Hashes = staging.Hashes()
 	}
 	o.Staging.Notify = o.Notify
 	real, err := staging.Target(dir)
