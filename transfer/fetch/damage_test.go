@@ -32,7 +32,9 @@ func lie(t *testing.T, damaged []byte) string {
 }
 
 // repair fetches b into a new folder, or dir if that is not empty, with the help of a damaged form of it.
-func repair(t *testing.T, dir string, p *place, o fetch.Options, b []byte, damaged string) (fetch.Result, string, error) {
+func repair(t *testing.T, dir string, p *place, o fetch.Options, b []byte, damaged string) (
+	fetch.Result, string, error,
+) {
 	t.Helper()
 	if dir == "" {
 		dir = target(t)
@@ -77,7 +79,8 @@ func TestDamagedBytes(t *testing.T) {
 			damaged := flipped(b, tt.at...)
 			path := lie(t, damaged)
 			done, notes, err := repair(t, "", p, fetch.Options{}, b, path)
-			if err != nil || p.bytes() != tt.want || done != (fetch.Result{Received: tt.want, Adopted: int64(len(b)) - tt.want}) {
+			want := fetch.Result{Received: tt.want, Adopted: int64(len(b)) - tt.want}
+			if err != nil || p.bytes() != tt.want || done != want {
 				t.Errorf("%+v, %d bytes sent, want %d, %v\n%s", done, p.bytes(), tt.want, err, notes)
 			}
 			if strings.Contains(notes, "match") {

@@ -53,7 +53,8 @@ func child(order string) error {
 		return err
 	}
 	o := fetch.Options{Jobs: 2, Watch: &notes{}}
-	_, err = fetch.Files(context.Background(), a, fetch.Source{Client: c, Repo: "m"}, []fetch.File{{File: f, Damaged: damaged}}, o)
+	files := []fetch.File{{File: f, Damaged: damaged}}
+	_, err = fetch.Files(context.Background(), a, fetch.Source{Client: c, Repo: "m"}, files, o)
 	return err
 }
 

@@ -40,6 +40,22 @@ func TestZeros(t *testing.T) {
 	}
 }
 
+// TestRefetched: the goal is that of the mean, and the worst is said beside it.
+func TestRefetched(t *testing.T) {
+	at := places(large)
+	if len(at) != quarters+1 || at[0]/segment != at[quarters]/segment || at[quarters]%segment != segment-1 {
+		t.Errorf("places: %d", at)
+	}
+	r := (&Bench{Full: true}).refetched(large, []float64{4e6, 8e6, 12e6, 16e6, 20e6})
+	if r.Value != 10 || r.State != report.Met || !strings.Contains(r.Notes, "mean 1/500 ") ||
+		!strings.Contains(r.Notes, "these 1/312;") || !strings.Contains(r.Notes, "1/250: 20.00 MB") {
+		t.Errorf("%+v", r)
+	}
+	if r := (&Bench{Full: true}).refetched(large, []float64{17e6, 17e6, 17e6, 17e6, 17e6}); r.State != report.Missed {
+		t.Errorf("%+v", r)
+	}
+}
+
 // TestRates: a pull is never the slower one where the other waits for itself.
 func TestRates(t *testing.T) {
 	b := &Bench{Size: 1e9 / shards}
