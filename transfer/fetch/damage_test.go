@@ -13,6 +13,7 @@ import (
 
 	"github.com/kiln-registry/kiln-registry/api/client"
 	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/identity/lanes"
 	"github.com/kiln-registry/kiln-registry/transfer/fetch"
 )
 
@@ -44,7 +45,8 @@ func repair(t *testing.T, dir string, p *place, o fetch.Options, b []byte, damag
 	return get(t, dir, p.source(client.Options{}), o, all, b)
 }
 
-// TestDamagedBytes: of a segment that is damaged on the disk no more comes than up to the part with the last wrong byte.
+// TestDamagedBytes: of a segment that is damaged on the disk no more comes than up to the part with the last wrong
+// byte.
 func TestDamagedBytes(t *testing.T) {
 	b := random(4*seg+6*mib, 1)
 	const s = 2 * seg
@@ -218,5 +220,33 @@ func TestDamagedKill(t *testing.T) {
 				}
 			})
 		}
+	}
+}
+
+// TestLyingMidstatesKeep: where midstates are wrong, segments that passed by others come no second time, and the digest
+// has the last word on them.
+func TestLyingMidstatesKeep(t *testing.T) {
+	b := random(6*seg, 1)
+	d := identity.Sum(b)
+	wrong := flipped(b, 4*seg+9)
+	for name, tt := range map[string]struct {
+		form  []byte
+		there []byte // the file on the disk
+		want  int64  // bytes that come
+		notes string
+	}{
+		// 2 and 3 do not match. 2 is asked for in steps and then whole, and both come in order.
+		"an edge": {formOf(b, d, func(e []lanes.State) { e[2][7] ^= 1 }), b, 4 * seg, "comes in order"},
+		// 0, 1 and 5 do not match, and 4 does, which is wrong: all three come in order, and then the file anew.
+		"a segment": {formOf(wrong, d, func(e []lanes.State) { e[0][7] ^= 1 }), wrong, 11 * seg, "digest mismatch"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			p := newPlace(t, b)
+			p.forms[d] = tt.form
+			done, notes, err := repair(t, "", p, fetch.Options{Jobs: 1}, b, lie(t, tt.there))
+			if err != nil || done.Received != tt.want || p.bytes() != tt.want || !strings.Contains(notes, tt.notes) {
+				t.Errorf("%+v, %d bytes sent, want %d, %v\n%s", done, p.bytes(), tt.want, err, notes)
+			}
+		})
 	}
 }

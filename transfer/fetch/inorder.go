@@ -27,7 +27,7 @@ func (f *fetcher) inOrder(ctx context.Context, file File, begun bool) (err error
 		return err
 	}
 	defer func() { err = errors.Join(err, p.Close()) }()
-	have := p.Offset()
+	have := p.Offset() + p.Behind()
 	f.watch.Planned(file.Name, file.Size-have)
 	if have > 0 && !begun {
 		f.resumed.Add(have)
@@ -38,7 +38,7 @@ func (f *fetcher) inOrder(ctx context.Context, file File, begun bool) (err error
 		from = f.pool.best(file.Digest)
 	}
 	for again := false; ; {
-		d := download{f: f, file: file, p: p, have: have, from: from}
+		d := download{f: f, file: file, p: p, have: have - p.Behind(), total: file.Size - have, from: from}
 		if err := d.all(ctx); err != nil {
 			return err
 		}
@@ -72,7 +72,8 @@ type download struct {
 	f       *fetcher
 	file    File
 	p       *staging.Partial
-	have    int64   // bytes that were there at first
+	have    int64   // bytes before the offset that did not come now
+	total   int64   // bytes that were missing at first
 	from    *source // who is asked
 	whole   bool    // the source does not send parts
 	refused bool    // the registry refused a range once, and the file was begun anew
@@ -89,9 +90,11 @@ func (d *download) distrust(s *source, err error) {
 }
 
 func (d *download) all(ctx context.Context) error {
-	for d.p.Offset() < d.file.Size {
-		end := min(d.file.Size, d.p.Offset()+extent)
-		var err error
+	for {
+		end, err := d.next()
+		if err != nil || d.p.Offset() == d.file.Size {
+			return err
+		}
 		switch n := d.width(end - d.p.Offset()); {
 		case d.whole:
 			err = d.retry(ctx, func() error { return d.skip(ctx) })
@@ -107,7 +110,14 @@ func (d *download) all(ctx context.Context) error {
 			return err
 		}
 	}
-	return nil
+}
+
+// next returns the end of the next request, after what is there already.
+func (d *download) next() (end int64, err error) {
+	off := d.p.Offset()
+	end, err = d.p.Take()
+	d.have += d.p.Offset() - off
+	return min(end, d.p.Offset()+extent), ours(err)
 }
 
 // other looks for another way after an error, and returns it if there is none.
@@ -225,7 +235,7 @@ func (d *download) put(b []byte) error {
 	n, err := d.p.Put(b)
 	d.f.received.Add(int64(n))
 	if done := d.p.Offset() - d.have; done > 0 {
-		d.f.watch.Moved(d.file.Name, done, d.file.Size-d.have)
+		d.f.watch.Moved(d.file.Name, done, d.total)
 	}
 	return ours(err)
 }

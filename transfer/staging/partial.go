@@ -28,6 +28,7 @@ type Partial struct {
 	hash   identity.Hash
 	coming coming // to hash
 	off    int64
+	behind []span     // that passed in segments, and Take did not come to
 	saved  int64      // offset of the last saved point
 	synced int64      // offset of the last background sync that was begun
 	sync   chan error // holds the result of the background sync; nil: none was begun
@@ -49,15 +50,15 @@ func (p *Partial) open() (err error) {
 	if pt.Offset > 0 {
 		err = p.hash.UnmarshalBinary(pt.Hash)
 	}
-	prefix := bestSegments(p.path, p.size, p.area.boot).prefix()
-	if prefix > pt.Offset {
-		pt = point{}
-	}
-	if err != nil || pt.Offset == 0 {
+	p.behind = bestSegments(p.path, p.size, p.area.boot).spans()
+	switch {
+	case err != nil, pt.Offset == 0, len(p.behind) > 0 && p.behind[0].off == 0 && p.behind[0].end > pt.Offset:
 		pt = point{}
 		p.hash = identity.NewHash()
+	default:
+		p.behind = nil
 	}
-	if pt.Offset == 0 && prefix == 0 {
+	if pt.Offset == 0 && len(p.behind) == 0 {
 		if err := p.area.drop(p.path); err != nil {
 			return err
 		}
@@ -66,14 +67,13 @@ func (p *Partial) open() (err error) {
 	if p.file, err = p.area.disk.OpenFile(p.path, os.O_RDWR|os.O_CREATE|syscall.O_NOFOLLOW, 0o666); err != nil {
 		return err
 	}
-	if p.off = pt.Offset; p.off == 0 {
-		err = p.rehash(prefix)
-	}
+	p.off = pt.Offset
+	_, err = p.Take()
 	p.synced = p.off
 	if err == nil {
 		err = p.area.retire(p.path, func(b []byte) bool { return len(b) != pointSize })
 	}
-	if err == nil {
+	if err == nil && len(p.behind) == 0 {
 		err = p.file.Truncate(p.off)
 	}
 	if err == nil && p.off < p.size {
@@ -88,16 +88,38 @@ func (p *Partial) open() (err error) {
 	return err
 }
 
-// rehash takes over what came in segments, as far as they are in order.
-func (p *Partial) rehash(n int64) error {
-	return readPieces(p.file, 0, n, func(b []byte) error {
-		p.area.hash(p.hash, b)
-		p.off += int64(len(b))
-		return nil
-	})
+// Take goes on behind what lies at Offset because it passed in segments: it is hashed, and the digest of the file tells
+// whether that was right. It returns where the next such bytes are, or the size: up to there bytes are to be written.
+// They are not recorded: whoever continues the file later has what is before Offset.
+func (p *Partial) Take() (end int64, err error) {
+	p.Flush()
+	for len(p.behind) > 0 && p.behind[0].off <= p.off {
+		n := p.behind[0].end - p.off
+		p.behind = p.behind[1:]
+		err := readPieces(p.file, p.off, n, func(b []byte) error {
+			p.area.hash(p.hash, b)
+			p.off += int64(len(b))
+			return nil
+		})
+		if err != nil {
+			return p.off, err
+		}
+	}
+	if len(p.behind) > 0 {
+		return p.behind[0].off, nil
+	}
+	return p.size, nil
 }
 
-// Offset returns the number of bytes that are there.
+// Behind returns how many bytes behind Offset Take will find.
+func (p *Partial) Behind() (n int64) {
+	for _, s := range p.behind {
+		n += max(0, s.end-max(s.off, p.off))
+	}
+	return n
+}
+
+// Offset returns the number of bytes that are there from the start.
 func (p *Partial) Offset() int64 { return p.off }
 
 // Write adds b at Offset. What was written before an error stays. ErrLost: another pull took the area over.

@@ -132,13 +132,23 @@ func (r segmentRecord) encode() ([]byte, error) {
 	return seal(r, 2*pointSize+2*len(r.Passed)+48*maxOpen)
 }
 
-// prefix returns how many bytes from the start are there.
-func (r segmentRecord) prefix() int64 {
-	i := 0
-	for i < 8*len(r.Passed) && r.Passed.has(i) {
-		i++
+// span is a part of a file.
+type span struct{ off, end int64 }
+
+// spans returns what passed, from the start of the file to its end.
+func (r segmentRecord) spans() (all []span) {
+	for off := int64(0); off < r.Size; off += lanes.SegmentSize {
+		if !r.Passed.has(int(off / lanes.SegmentSize)) {
+			continue
+		}
+		s := span{off, min(r.Size, off+lanes.SegmentSize)}
+		if n := len(all) - 1; n >= 0 && all[n].end == off {
+			all[n].end = s.end
+		} else {
+			all = append(all, s)
+		}
 	}
-	return min(r.Size, int64(i)*lanes.SegmentSize)
+	return all
 }
 
 // bestSegments returns the record with most segments that can be trusted, or the zero one.

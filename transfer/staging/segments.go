@@ -504,8 +504,8 @@ func (g *Segment) End() error {
 }
 
 // Spare returns how many bytes of a segment that was Spoilt need not be written, as what lies there is right: then it
-// passed, and nothing is to be done with it any more. Zero: they must be, for all that is known by now. The rest is read
-// into buf, piece by piece.
+// passed, and nothing is to be done with it any more. Zero: they must be, for all that is known by now. The rest is
+// read into buf, piece by piece.
 func (g *Segment) Spare(buf []byte) (n int64, err error) {
 	off, left := g.Offset()
 	if left == 0 {

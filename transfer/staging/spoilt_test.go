@@ -5,9 +5,11 @@ import (
 	"errors"
 	"os"
 	"path/filepath"
+	"slices"
 	"sync/atomic"
 	"testing"
 
+	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/internal/durable"
 )
 
@@ -127,5 +129,148 @@ func TestAdoptFails(t *testing.T) {
 		if err := a.drop(part); err != nil {
 			t.Fatal(err)
 		}
+	}
+}
+
+// TestBehind: what passed in segments is not written again in order, wherever it lies, and the digest has the last
+// word.
+func TestBehind(t *testing.T) {
+	b := random(6*seg + 7)
+	d := identity.Sum(b)
+	states := midstates(t, b)
+	for name, tt := range map[string]struct {
+		there []int
+		flip  int    // byte that is damaged afterwards; negative: none
+		spans []span // that are to be written
+	}{
+		"some":           {[]int{0, 1, 3, 6}, -1, []span{{2 * seg, 3 * seg}, {4 * seg, 6 * seg}}},
+		"not the first":  {[]int{1, 2, 5}, -1, []span{{0, seg}, {3 * seg, 5 * seg}, {6 * seg, 6*seg + 7}}},
+		"all but one":    {[]int{0, 1, 2, 3, 4, 6}, -1, []span{{5 * seg, 6 * seg}}},
+		"none":           {nil, -1, []span{{0, 6*seg + 7}}},
+		"one is damaged": {[]int{0, 3}, 3*seg + 5, []span{{seg, 3 * seg}, {4 * seg, 6*seg + 7}}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			a := open(t, filepath.Join(t.TempDir(), "m"), Options{})
+			defer closeArea(t, a)
+			f := segments(t, a, states)
+			for _, i := range tt.there {
+				give(t, f, b, i, -1)
+			}
+			if err := f.Close(); err != nil {
+				t.Fatal(err)
+			}
+			if tt.flip >= 0 {
+				flip(t, a.part(d), int64(tt.flip))
+			}
+			p, err := a.Partial(d, int64(len(b)))
+			if err != nil {
+				t.Fatal(err)
+			}
+			missing := int64(0)
+			for _, s := range tt.spans {
+				missing += s.end - s.off
+			}
+			if got := int64(len(b)) - p.Offset() - p.Behind(); got != missing {
+				t.Errorf("%d bytes are missing, want %d", got, missing)
+			}
+			wrote := inOrder(t, p, b, len(tt.spans))
+			if !slices.Equal(wrote, tt.spans) {
+				t.Errorf("written: %v, want %v", wrote, tt.spans)
+			}
+			got, err := p.Finish()
+			if err != nil || (got == d) != (tt.flip < 0) {
+				t.Fatalf("%s, %v", got, err)
+			}
+			if got != d {
+				if err := p.Reset(); err != nil || p.Offset() != 0 || p.Behind() != 0 {
+					t.Fatalf("%d and %d bytes are there after a reset, %v", p.Offset(), p.Behind(), err)
+				}
+				inOrder(t, p, b, 1)
+				if got, err = p.Finish(); got != d || err != nil {
+					t.Fatalf("%s, %v", got, err)
+				}
+			}
+			if err := p.Close(); err != nil {
+				t.Fatal(err)
+			}
+			if _, err := a.Publish(recordOf(map[string][]byte{"x": b}), false); err != nil {
+				t.Fatal(err)
+			}
+			holds(t, a.target, map[string][]byte{"x": b})
+		})
+	}
+}
+
+// inOrder writes what is missing of b, at most so many parts, and returns them.
+func inOrder(t *testing.T, p *Partial, b []byte, most int) (wrote []span) {
+	t.Helper()
+	for {
+		end, err := p.Take()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if p.Offset() == int64(len(b)) || len(wrote) == most {
+			return wrote
+		}
+		wrote = append(wrote, span{p.Offset(), end})
+		for part := range slices.Chunk(b[p.Offset():end], durable.PieceSize) {
+			if _, err := p.Write(part); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+}
+
+func flip(t *testing.T, path string, at int64) {
+	t.Helper()
+	f, err := os.OpenFile(path, os.O_RDWR, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	var c [1]byte
+	if _, err := f.ReadAt(c[:], at); err != nil {
+		t.Fatal(err)
+	}
+	c[0] ^= 1
+	if _, err := f.WriteAt(c[:], at); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// TestBehindKill: whoever continues what came in order behind some segments has what was before the last offset that
+// was saved, and nothing else.
+func TestBehindKill(t *testing.T) {
+	b := random(5*seg + 7)
+	d := identity.Sum(b)
+	a := open(t, filepath.Join(t.TempDir(), "m"), Options{})
+	defer closeArea(t, a)
+	f := segments(t, a, midstates(t, b))
+	for _, i := range []int{0, 2, 4} {
+		give(t, f, b, i, -1)
+	}
+	if err := f.Close(); err != nil {
+		t.Fatal(err)
+	}
+	p, err := a.Partial(d, int64(len(b)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if wrote := inOrder(t, p, b, 1); !slices.Equal(wrote, []span{{seg, 2 * seg}}) || p.Offset() != 3*seg {
+		t.Errorf("written: %v, at %d", wrote, p.Offset())
+	}
+	if err := p.close(); err != nil { // as if killed
+		t.Fatal(err)
+	}
+	p, err = a.Partial(d, int64(len(b)))
+	if err != nil || p.Offset() != 2*seg || p.Behind() != 0 {
+		t.Errorf("continued at %d, %d bytes behind it, %v", p.Offset(), p.Behind(), err)
+	}
+	inOrder(t, p, b, 1)
+	if got, err := p.Finish(); got != d || err != nil {
+		t.Errorf("%s, %v", got, err)
+	}
+	if err := p.Close(); err != nil {
+		t.Fatal(err)
 	}
 }
