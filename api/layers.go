@@ -3,6 +3,7 @@ package api
 import (
 	"cmp"
 	"fmt"
+	"slices"
 	"strings"
 	"unicode"
 	"unicode/utf16"
@@ -62,6 +63,24 @@ func CheckFilePath(name string) error {
 		return fmt.Errorf("file name %.300q %s", name, bad)
 	}
 	return nil
+}
+
+// encodings are the words of a media type that say that something is packed, and not there byte for byte.
+var encodings = []string{
+	"gzip", "zstd", "zip", "xz", "tar", "gtar", "bzip", "bzip2", "bz2", "lz4", "lzma", "lzip", "brotli", "compress",
+	"compressed", "7z", "rar", "encrypted",
+}
+
+// Encoded says whether a media type has a word for an encoding, in any case and also in its parameters:
+// application/x-gzip, application/json+gzip, application/json;+gzip. Such a layer is never read as a document.
+func Encoded(mediaType string) bool {
+	between := func(r rune) bool { return !unicode.IsLetter(r) && !unicode.IsDigit(r) }
+	for word := range strings.FieldsFuncSeq(strings.ToLower(mediaType), between) {
+		if slices.Contains(encodings, word) {
+			return true
+		}
+	}
+	return false
 }
 
 // Control says whether a rune could make a terminal or a listing show something else than what is there: a control

@@ -34,3 +34,17 @@ func TestLayerName(t *testing.T) {
 		}
 	}
 }
+
+func TestEncoded(t *testing.T) {
+	for mediaType, encoded := range map[string]bool{
+		"application/gzip": true, "application/x-gzip": true, "application/JSON+GZIP": true, "application/vnd.x+zstd": true,
+		"application/json;+gzip": true, "application/json; encoding=\"zstd\"": true, "application/gzip; level=9": true,
+		"application/vnd.foo.tar": true, v1.MediaTypeImageLayer: true, "application/x.encrypted": true,
+		"application/json": false, "application/json; charset=utf-8": false, "application/vnd.zipper.config+json": false,
+		"application/octet-stream": false, "text/plain": false, "": false,
+	} {
+		if Encoded(mediaType) != encoded {
+			t.Errorf("%q: %v", mediaType, !encoded)
+		}
+	}
+}
