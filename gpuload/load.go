@@ -23,6 +23,7 @@ type loader struct {
 	read   clock
 	hash   clock
 	copy   clock
+	back   atomic.Int64 // bytes read back
 }
 
 // Load reads every byte of the plan once, hashes it and copies it to t, and publishes the memory only when every shard
@@ -58,11 +59,7 @@ func load(ctx context.Context, p Plan, src Source, t Target, o Options) (_ *Resi
 		return nil, err
 	}
 	l.enter(Loading)
-	if err := l.fill(ctx); err != nil {
-		return nil, err
-	}
-	l.enter(Verifying)
-	m, err := l.verify(ctx)
+	m, err := l.checked(ctx)
 	if err != nil {
 		return nil, err
 	}
@@ -77,7 +74,7 @@ func load(ctx context.Context, p Plan, src Source, t Target, o Options) (_ *Resi
 func (l *loader) stats(m identity.Manifest, start time.Time) Stats {
 	return Stats{
 		Bytes: int64(m.TotalSize), Elapsed: time.Since(start), Read: l.read.total(), Hash: l.hash.total(), Copy: l.copy.total(),
-		Lanes: l.o.Lanes, Buffer: l.o.buffer(),
+		ReadBack: l.back.Load(), Lanes: l.o.Lanes, Buffer: l.o.buffer(),
 	}
 }
 
@@ -105,34 +102,46 @@ func (l *loader) alloc(ctx context.Context, on [][]int) error {
 	return nil
 }
 
-// fill runs the lanes. Each takes the largest shard that none has taken.
-func (l *loader) fill(ctx context.Context) error {
-	s, err := newSlab(l.o, l.target)
-	if err != nil {
-		return err
+// checked fills the blocks and returns what they hold once all of it is what it should be.
+func (l *loader) checked(ctx context.Context) (m identity.Manifest, err error) {
+	var s *slab
+	if s, l.o, err = newSlab(l.o, l.target); err != nil {
+		return m, err
 	}
+	if err = l.fill(ctx, s); err == nil {
+		l.enter(Verifying)
+		m, err = l.verify(ctx)
+	}
+	if err == nil && l.o.VerifyDevice {
+		err = l.readBack(ctx, s)
+	}
+	if err != nil {
+		// Copies may still read the buffers: only Free ends them all.
+		return m, errors.Join(err, l.target.Free(), s.free())
+	}
+	return m, s.free()
+}
+
+// fill runs the lanes. Each takes the largest shard that none has taken.
+func (l *loader) fill(ctx context.Context, s *slab) error {
 	sizes := make([]int64, len(l.plan.Shards))
 	for i, s := range l.plan.Shards {
 		sizes[i] = s.Size
 	}
 	order := descending(sizes)
 	var next atomic.Int64
-	g, gctx := errgroup.WithContext(ctx)
+	g, ctx := errgroup.WithContext(ctx)
 	for _, ring := range s.rings {
 		g.Go(func() error {
 			for n := next.Add(1) - 1; n < int64(len(order)); n = next.Add(1) - 1 {
-				if err := l.shard(gctx, order[n], ring); err != nil {
+				if err := l.shard(ctx, order[n], ring); err != nil {
 					return err
 				}
 			}
 			return nil
 		})
 	}
-	if err := g.Wait(); err != nil {
-		// Copies may still read the buffers: only Free ends them all.
-		return errors.Join(err, l.target.Free(), s.free())
-	}
-	return s.free()
+	return g.Wait()
 }
 
 // verify is the gate before publication.
@@ -165,6 +174,7 @@ type Stats struct {
 	Bytes            int64 // read and hashed, headers included
 	Elapsed          time.Duration
 	Read, Hash, Copy time.Duration
+	ReadBack         int64 // bytes that were read back from the device and hashed again
 	Lanes            int
 	Buffer           int64 // bytes of buffers
 }

@@ -19,6 +19,7 @@ const (
 	hashPiece        = 256 << 10
 	pageSize         = 4096
 	smallChunk       = 1 << 20 // chunks get this small before lanes are given up
+	pinTries         = 4       // sizes of the buffers that are tried, each half of the one before
 )
 
 // Options says how a load goes about its work. The zero value is the default.
@@ -28,6 +29,10 @@ type Options struct {
 	Lanes      int   // shards in work at once; 0: DefaultLanes or the number of CPUs, the smaller
 	MaxBuffer  int64 // limit on Lanes × Ring × ChunkBytes, kept by making these smaller; 0: DefaultMaxBuffer
 	Reserve    int64 // device memory to leave free; 0: DefaultReserve, negative: none
+
+	// VerifyDevice reads every byte back before publication and hashes it again, which finds bytes that were damaged on
+	// the way to the device. A target that is no Reader fails.
+	VerifyDevice bool
 
 	Placement Placement    // nil: Spread
 	Notify    func(string) // lines for people, from the goroutine of Load; nil: none
@@ -49,7 +54,15 @@ func (o Options) shaped(p Plan) (Options, error) {
 	if chunks := (largest + o.ChunkBytes - 1) / o.ChunkBytes; chunks < int64(o.Ring) {
 		o.Ring = int(chunks)
 	}
-	for o.buffer() > o.MaxBuffer {
+	if o.Reserve = orDefault(o.Reserve, DefaultReserve); o.Reserve < 0 {
+		o.Reserve = 0
+	}
+	return o.within(o.MaxBuffer)
+}
+
+// within makes the buffers no larger than limit in all.
+func (o Options) within(limit int64) (Options, error) {
+	for o.buffer() > limit {
 		switch {
 		case o.Ring > 2:
 			o.Ring--
@@ -60,11 +73,8 @@ func (o Options) shaped(p Plan) (Options, error) {
 		case o.ChunkBytes > pageSize:
 			o.ChunkBytes = roundUp(o.ChunkBytes/2, pageSize)
 		default:
-			return o, fmt.Errorf("load: %d bytes of buffers are too few, need %d: %w", o.MaxBuffer, o.buffer(), ErrMemory)
+			return o, fmt.Errorf("load: %d bytes of buffers are too few, need %d: %w", limit, o.buffer(), ErrMemory)
 		}
-	}
-	if o.Reserve = orDefault(o.Reserve, DefaultReserve); o.Reserve < 0 {
-		o.Reserve = 0
 	}
 	return o, nil
 }
@@ -115,19 +125,70 @@ type slab struct {
 	rings []chan *buffer // one for each lane
 }
 
-func newSlab(o Options, t Target) (*slab, error) {
+// newSlab takes the memory, pinned if the target pins, and returns it with the sizes that it has. Where so much can't
+// be pinned it takes less, down to an eighth, and at last memory that is not pinned.
+func newSlab(o Options, t Target) (*slab, Options, error) {
+	p, ok := t.(Pinner)
+	if !ok {
+		s, err := mapSlab(o)
+		return s, o, err
+	}
+	small, tries, why := lockable(o)
+	for range tries {
+		s, err := mapSlab(small)
+		if err != nil {
+			return nil, o, err
+		}
+		if s.unpin, err = p.Pin(s.mem); err == nil {
+			if why != nil {
+				o.notify("buffers are %d bytes instead of %d: %v", small.buffer(), o.buffer(), why)
+			}
+			return s, small, nil
+		}
+		s.unpin, why = nothing, err
+		if err := s.free(); err != nil {
+			return nil, o, err
+		}
+		if small, err = small.within(small.buffer() / 2); err != nil {
+			break
+		}
+	}
+	o.notify("buffers are not pinned, copies are slower: %v", why)
+	s, err := mapSlab(o)
+	return s, o, err
+}
+
+// lockable makes the buffers no larger than what this process may lock in memory, and says why. Without CAP_IPC_LOCK
+// that is RLIMIT_MEMLOCK; where it is too small for buffers that are of use, none is tried.
+func lockable(o Options) (small Options, tries int, why error) {
+	var limit unix.Rlimit
+	err := unix.Getrlimit(unix.RLIMIT_MEMLOCK, &limit)
+	if err != nil || limit.Cur >= uint64(o.buffer()) || mayLock() {
+		return o, pinTries, nil
+	}
+	why = fmt.Errorf("this process may lock %d bytes (ulimit -l)", limit.Cur)
+	if small, err = o.within(int64(limit.Cur)); err != nil || small.ChunkBytes < min(o.ChunkBytes, smallChunk) {
+		return o, 0, why
+	}
+	return small, pinTries, why
+}
+
+// mayLock says whether the process has CAP_IPC_LOCK, for which RLIMIT_MEMLOCK does not count.
+func mayLock() bool {
+	h := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
+	var data [2]unix.CapUserData
+	return unix.Capget(&h, &data[0]) == nil && data[0].Effective&(1<<unix.CAP_IPC_LOCK) != 0
+}
+
+func nothing() error { return nil }
+
+// mapSlab takes memory and parts it into rings.
+func mapSlab(o Options) (*slab, error) {
 	mem, err := mapBuffer(o.buffer())
 	if err != nil {
 		return nil, err
 	}
-	s := &slab{mem: mem, unpin: func() error { return nil }}
-	if p, ok := t.(Pinner); ok {
-		if unpin, err := p.Pin(mem); err != nil {
-			o.notify("buffers are not pinned, copies are slower: %v", err)
-		} else {
-			s.unpin = unpin
-		}
-	}
+	s := &slab{mem: mem, unpin: nothing}
 	for range o.Lanes {
 		ring := make(chan *buffer, o.Ring)
 		for range o.Ring {

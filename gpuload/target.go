@@ -18,6 +18,8 @@ type Device struct {
 	Backend     string // host, cuda, …
 	Free        int64  // bytes that can be had now
 	Granularity int64  // an allocation is rounded up to a multiple of it; 0 means 1
+	UUID        string // by which another process finds the device; empty: the device has none
+	PCI         string // its address on the bus, 0000:3b:00.0; empty: not known
 }
 
 // Block names one allocation of a target. Blocks count from 0 in the order of Alloc.
@@ -33,10 +35,11 @@ type Token interface {
 
 // Handle is how another process gets at a published block.
 type Handle struct {
-	Kind string   // memfd, cuda-ipc, …; none when the target keeps no bytes
-	Size int64    // bytes of the block
-	File *os.File // memfd: open for reading only; it belongs to the target and is closed by Free
-	Raw  []byte   // other kinds
+	Kind   string   // memfd, cuda-ipc, …; none when the target keeps no bytes
+	Device int      // the index of the device that has the block
+	Size   int64    // bytes of the block
+	File   *os.File // memfd: open for reading only; it belongs to the target and is closed by Free
+	Raw    []byte   // other kinds; empty for a block of no bytes
 }
 
 // Target is the memory that one load fills. It serves one load: after Free it is not used again. Submit and
@@ -61,6 +64,14 @@ type Target interface {
 
 // Pinner is what a target has in addition when its device copies faster from memory that was registered with it.
 type Pinner interface {
-	// Pin registers buf until unpin is called. Load goes on without when it fails, and says so.
+	// Pin registers buf until unpin is called or the target is freed. When it fails, Load tries it with smaller buffers,
+	// then goes on without, and says so.
 	Pin(buf []byte) (unpin func() error, err error)
+}
+
+// Reader is what a target has in addition when its blocks can be read again by this process.
+type Reader interface {
+	// ReadBack fills buf with what block b holds from offset off, before publication or after it. It is called from
+	// several goroutines at once, and not while a copy to the block is open.
+	ReadBack(ctx context.Context, b Block, off int64, buf []byte) error
 }

@@ -16,6 +16,9 @@ type Subject struct {
 	New  func(t testing.TB) gpuload.Target           // ready for one load
 	Read func(t testing.TB, h gpuload.Handle) []byte // what another process sees; nil: the target keeps no bytes
 	Held func(t testing.TB) int64                    // memory that targets of this kind hold now
+
+	// Break makes the device itself fail until the test ends; nil: there is no device that could.
+	Break func(t testing.TB, f Fault)
 }
 
 // Run runs the suite.
@@ -30,6 +33,8 @@ func Run(t *testing.T, s Subject) {
 		{"source", sourceFaults},
 		{"cancel", cancels},
 		{"late", late},
+		{"read back", readsBack},
+		{"device", deviceFaults},
 	} {
 		t.Run(part.name, func(t *testing.T) {
 			before := s.Held(t)
@@ -235,11 +240,12 @@ func twoDevices(t *testing.T, s Subject, m *model) {
 	same(t, s, m, odd)
 }
 
-// pinned loads through buffers that are registered with the target, and through ones that could not be.
+// pinned loads through buffers that are registered with the target, through smaller ones, and through ones that could
+// not be.
 func pinned(t *testing.T, s Subject, m *model) {
-	for _, fail := range []bool{false, true} {
+	for fails, want := range map[int]struct{ said, unpinned int }{0: {0, 1}, 1: {1, 1}, 99: {1, 0}} {
 		var lines []string
-		f := &Faulty{Target: s.New(t), FailPin: fail}
+		f := &Faulty{Target: s.New(t), FailPins: fails}
 		o := options()
 		o.Notify = func(line string) { lines = append(lines, line) }
 		src := m.source(t)
@@ -247,9 +253,15 @@ func pinned(t *testing.T, s Subject, m *model) {
 		if err != nil {
 			t.Fatal(err)
 		}
+		handles, release, err := r.Lease()
+		mustDo(t, err)
+		same(t, s, m, handles)
+		release()
 		closed(t, r)
-		if said := len(lines) == 1; f.Count("pin") != 1 || said != fail || (f.Count("unpin") == 1) == fail {
-			t.Errorf("pin fails: %v; pinned %d, unpinned %d, said %q", fail, f.Count("pin"), f.Count("unpin"), lines)
+		smaller := r.Stats().Buffer < int64(o.Lanes*o.Ring)*o.ChunkBytes
+		if len(lines) != want.said || f.Count("unpin") != want.unpinned || smaller != (fails == 1) || f.Count("pin") == 0 {
+			t.Errorf("%d attempts to pin fail: pinned %d, unpinned %d, said %q, %d bytes", fails, f.Count("pin"),
+				f.Count("unpin"), lines, r.Stats().Buffer)
 		}
 	}
 }

@@ -23,9 +23,11 @@ type Faulty struct {
 	FailAlloc   int   // the number of the operation that fails
 	FailSubmit  int
 	FailToken   int
-	DropCopy    int  // this copy is not made, and only Wait reports it
-	FailPublish bool // after the target has published
-	FailPin     bool
+	DropCopy    int                    // this copy is not made, and only Wait reports it
+	FailPublish bool                   // after the target has published
+	FailPins    int                    // so many attempts to pin fail
+	Flip        int                    // this copy arrives with a wrong bit
+	Verify      bool                   // the load is to read everything back
 	Late        int                    // copies are made only when so many are open, or the block is complete
 	Before      func(op string, n int) // called before each operation
 
@@ -54,7 +56,8 @@ func (f *Faulty) begin(op string) (n int) {
 	return n
 }
 
-// Count returns how often an operation was called: devices, alloc, submit, wait, publish, free.
+// Count returns how often an operation was called: devices, alloc, pin, submit, wait,
+// readback, publish, unpin, free.
 func (f *Faulty) Count(op string) int {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -102,6 +105,10 @@ func (f *Faulty) Submit(ctx context.Context, buf []byte, b gpuload.Block, off in
 		return failing{nil}, nil
 	case n == f.FailToken:
 		return failing{ErrInjected}, nil
+	case n == f.Flip:
+		buf = slices.Clone(buf)
+		buf[len(buf)/2] ^= 1
+		return f.Target.Submit(ctx, buf, b, off)
 	case f.Late == 0:
 		return f.Target.Submit(ctx, buf, b, off)
 	}
@@ -154,12 +161,28 @@ func (f *Faulty) Free() error {
 	return f.Target.Free()
 }
 
-// Pin implements gpuload.Pinner.
-func (f *Faulty) Pin([]byte) (func() error, error) {
-	if f.begin("pin"); f.FailPin {
+// Pin implements gpuload.Pinner, with a target that pins as with one that does not.
+func (f *Faulty) Pin(buf []byte) (func() error, error) {
+	if f.begin("pin") <= f.FailPins {
 		return nil, ErrInjected
 	}
-	return func() error { f.begin("unpin"); return nil }, nil
+	unpin := func() error { return nil }
+	if p, ok := f.Target.(gpuload.Pinner); ok {
+		var err error
+		if unpin, err = p.Pin(buf); err != nil {
+			return nil, err
+		}
+	}
+	return func() error { f.begin("unpin"); return unpin() }, nil
+}
+
+// ReadBack implements gpuload.Reader if the target does.
+func (f *Faulty) ReadBack(ctx context.Context, b gpuload.Block, off int64, buf []byte) error {
+	f.begin("readback")
+	if r, ok := f.Target.(gpuload.Reader); ok {
+		return r.ReadBack(ctx, b, off, buf)
+	}
+	return errors.ErrUnsupported
 }
 
 type failing struct{ err error }

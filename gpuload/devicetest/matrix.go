@@ -21,12 +21,11 @@ func refused(
 	t *testing.T, s Subject, ctx context.Context, p gpuload.Plan, src gpuload.Source, f *Faulty, reason error,
 ) error {
 	t.Helper()
-	if f.Target == nil {
-		f.Target = s.New(t)
-	}
 	before := s.Held(t)
+	f.Target = s.New(t)
 	var last gpuload.State
 	o := options()
+	o.VerifyDevice = f.Verify
 	o.Observe = func(st gpuload.State) { last = st }
 	r, err := gpuload.Load(ctx, p, src, f, o)
 	switch {
@@ -266,7 +265,8 @@ func cancels(t *testing.T, s Subject) {
 		t.Run(string(at), func(t *testing.T) {
 			ctx, cancel := context.WithCancel(t.Context())
 			defer cancel()
-			before, f := s.Held(t), &Faulty{Target: s.New(t)}
+			before := s.Held(t)
+			f := &Faulty{Target: s.New(t)}
 			o := options()
 			o.Observe = func(st gpuload.State) {
 				if st == at {

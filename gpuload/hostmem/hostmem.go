@@ -131,6 +131,19 @@ func (t *Target) Wait(context.Context) error {
 	return nil
 }
 
+// ReadBack implements gpuload.Reader.
+func (t *Target) ReadBack(_ context.Context, b gpuload.Block, off int64, buf []byte) error {
+	t.mu.RLock()
+	defer t.mu.RUnlock()
+	if b < 0 || int(b) >= len(t.blocks) {
+		return fmt.Errorf("read back block %d: no such block", b)
+	}
+	if _, err := t.blocks[b].file.ReadAt(buf, off); err != nil {
+		return fmt.Errorf("read back block %d: %w", b, err)
+	}
+	return nil
+}
+
 // Publish seals every block and opens it anew for reading only. A block that could not be sealed stops it, and the
 // files that it had opened are closed.
 func (t *Target) Publish(ctx context.Context) ([]gpuload.Handle, error) {
