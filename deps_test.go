@@ -56,6 +56,8 @@ var imports = map[string]string{
 	"transfer/staging":         "identity identity/lanes internal/durable transfer/hashing; golang.org/x/sys",
 	"gpuload":                  "identity identity/safetensors api; golang.org/x/sync golang.org/x/sys",
 	"gpuload/hostmem":          "gpuload identity; golang.org/x/sys",
+	"gpuload/cuda":             "gpuload; github.com/ebitengine/purego",
+	"gpuload/cuda/fakecuda":    "; github.com/ebitengine/purego",
 	"gpuload/devicetest":       "gpuload identity identity/safetensors",
 	"gpuload/resident":         "api api/client gpuload identity identity/safetensors internal/durable registry/access transfer; golang.org/x/sync golang.org/x/sys",
 }

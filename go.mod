@@ -3,6 +3,7 @@ module github.com/kiln-registry/kiln-registry
 go 1.26.0
 
 require (
+	github.com/ebitengine/purego v0.11.3
 	github.com/google/go-cmp v0.7.0
 	github.com/gorilla/mux v1.8.1
 	github.com/klauspost/cpuid/v2 v2.4.0

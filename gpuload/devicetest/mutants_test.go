@@ -12,7 +12,8 @@ import (
 )
 
 // mutants are the faults in the code itself that the suite must notice: a file of gpuload, and pairs of a text in it
-// and what stands in its place. Run with -tags mutants: each is compiled and put through the suite of the host target.
+// and what stands in its place. Run with -tags mutants: each is compiled and put through the suite of every target that
+// the file is part of, and each of them must fail.
 var mutants = []struct {
 	name, file string
 	edits      []string
@@ -45,6 +46,10 @@ var mutants = []struct {
 	{"failed load keeps its memory", "load.go", []string{
 		"e := t.Free(); e != nil", "e := err; e == nil",
 		"errors.Join(err, l.target.Free(), s.free())", "errors.Join(err, s.free())"}},
+	{"read back not compared", "readback.go", []string{"got != l.seen[i]", "false"}},
+	{"not read back", "load.go", []string{"err == nil && l.o.VerifyDevice", "false"}},
+	{"goes on without pins in silence", "ring.go", []string{
+		`o.notify("buffers are not pinned, copies are slower: %v", why)`, ""}},
 	{"cancel after the last copy ignored", "load.go", []string{
 		"if err := ctx.Err(); err != nil {\n\t\treturn m,", "if err != nil {\n\t\treturn m,"}},
 	{"not sealed", "hostmem/hostmem.go", []string{"unix.F_SEAL_WRITE | unix.F_SEAL_GROW", "unix.F_SEAL_GROW"}},
@@ -52,6 +57,22 @@ var mutants = []struct {
 		`os.Open(fmt.Sprintf("/proc/self/fd/%d", f.Fd()))`,
 		`os.OpenFile(fmt.Sprintf("/proc/self/fd/%d", f.Fd()), os.O_RDWR, 0)`}},
 	{"failed copy forgotten", "hostmem/hostmem.go", []string{"t.failed.CompareAndSwap(nil, &err)", ""}},
+	{"failed copy forgotten by CUDA", "cuda/target.go", []string{"t.failed.CompareAndSwap(nil, &err)", ""}},
+	{"event not waited for", "cuda/device.go", []string{
+		`return d.call("cuEventSynchronize", d.eventSync, event)`, "return nil"}},
+	{"event before its copy", "cuda/target.go", []string{
+		"if err := to.d.toDevice(to.ptr+uint64(off), buf, to.stream); err != nil {\n\t\t\t\treturn err\n\t\t\t}\n" +
+			"\t\t\tdone.event, err = to.d.record(to.stream)\n\t\t\treturn err",
+		"if done.event, err = to.d.record(to.stream); err != nil {\n\t\t\t\treturn err\n\t\t\t}\n" +
+			"\t\t\treturn to.d.toDevice(to.ptr+uint64(off), buf, to.stream)"}},
+	{"streams not synchronised", "cuda/target.go", []string{
+		`return d.call("cuStreamSynchronize", d.streamSync, s)`, "return nil"}},
+	{"no context", "cuda/device.go", []string{`d.call("cuCtxSetCurrent", d.setCurrent, d.context)`, "error(nil)"}},
+	{"any thread", "cuda/device.go", []string{"runtime.LockOSThread()\n\tdefer runtime.UnlockOSThread()", ""}},
+	{"block shared with others", "cuda/target.go", []string{"(n+granularity-1)/granularity*granularity", "n"}},
+	{"copy past the block", "cuda/target.go", []string{"int64(n) > size-off", "false"}},
+	{"blocks not freed", "cuda/target.go", []string{"if b.ptr == 0 {\n\t\treturn nil", "if b.size > 0 {\n\t\treturn nil"}},
+	{"pins left", "cuda/target.go", []string{"return t.devices[0].unregister(at)", "return nil"}},
 }
 
 func TestMutants(t *testing.T) {
@@ -70,19 +91,29 @@ func TestMutants(t *testing.T) {
 					t.Fatalf("%s has %q %d times, want it once", m.file, m.edits[i], n)
 				}
 			}
-			out, err := runSuite(t, path, strings.NewReplacer(m.edits...).Replace(string(code)))
-			if strings.Contains(out, "[build failed]") || strings.Contains(out, "[setup failed]") {
-				t.Fatalf("the mutant does not compile:\n%s", out)
-			}
-			if err == nil {
-				t.Error("the suite passes with this mutant")
+			for _, target := range targets(m.file) {
+				out, err := runSuite(t, target, path, strings.NewReplacer(m.edits...).Replace(string(code)))
+				if strings.Contains(out, "[build failed]") || strings.Contains(out, "[setup failed]") {
+					t.Fatalf("the mutant does not compile:\n%s", out)
+				}
+				if err == nil {
+					t.Errorf("the suite of %s passes with this mutant", target)
+				}
 			}
 		})
 	}
 }
 
-// runSuite runs the suite with the code of one file replaced.
-func runSuite(t *testing.T, path, code string) (string, error) {
+// targets are those whose code a file is part of.
+func targets(file string) []string {
+	if target, _, ok := strings.Cut(file, "/"); ok {
+		return []string{target}
+	}
+	return []string{"hostmem", "cuda"}
+}
+
+// runSuite runs the suite of a target with the code of one file replaced.
+func runSuite(t *testing.T, target, path, code string) (string, error) {
 	dir := t.TempDir()
 	mutant := filepath.Join(dir, "mutant.go")
 	mustDo(t, os.WriteFile(mutant, []byte(code), 0o666))
@@ -90,6 +121,7 @@ func runSuite(t *testing.T, path, code string) (string, error) {
 	mustDo(t, err)
 	file := filepath.Join(dir, "overlay.json")
 	mustDo(t, os.WriteFile(file, overlay, 0o666))
-	out, err := exec.Command("go", "test", "-timeout=15s", "-vet=off", "-overlay", file, "../hostmem").CombinedOutput()
+	args := []string{"test", "-timeout=60s", "-failfast", "-vet=off", "-overlay", file, "../" + target}
+	out, err := exec.Command("go", args...).CombinedOutput()
 	return string(out), err
 }

@@ -1,0 +1,33 @@
+//go:build !linux || !(amd64 || arm64) || nogpu
+
+package cuda
+
+import (
+	"fmt"
+
+	"github.com/kiln-registry/kiln-registry/gpuload"
+)
+
+// Target is never made by this build.
+type Target struct {
+	gpuload.Target
+	gpuload.Pinner
+	gpuload.Reader
+}
+
+// Open returns ErrNone.
+func Open(...int) (*Target, error) { return nil, errLeftOut() }
+
+// Imported is never made by this build.
+type Imported struct{}
+
+// Import returns ErrNone.
+func Import(string, gpuload.Handle) (*Imported, error) { return nil, errLeftOut() }
+
+// ReadAt is never called.
+func (*Imported) ReadAt([]byte, int64) (int, error) { return 0, errLeftOut() }
+
+// Close is never called.
+func (*Imported) Close() error { return nil }
+
+func errLeftOut() error { return fmt.Errorf("%w: CUDA was left out of this build", ErrNone) }
