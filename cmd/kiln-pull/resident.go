@@ -10,6 +10,7 @@ import (
 	"log/slog"
 	"os"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"sync"
 	"time"
@@ -18,6 +19,7 @@ import (
 
 	"github.com/kiln-registry/kiln-registry/cmd/kiln-pull/internal/caching"
 	"github.com/kiln-registry/kiln-registry/gpuload"
+	"github.com/kiln-registry/kiln-registry/gpuload/cuda"
 	"github.com/kiln-registry/kiln-registry/gpuload/hostmem"
 	"github.com/kiln-registry/kiln-registry/gpuload/resident"
 	"github.com/kiln-registry/kiln-registry/identity"
@@ -42,6 +44,7 @@ type residentFlags struct {
 	cache                       string // a folder, for what is pulled; empty: none
 	synthetic, debug            bool
 	insecureOpen, direct        bool
+	requireGPU, verifyDevice    bool
 	drain                       time.Duration
 	maxBuffer                   int64
 }
@@ -83,7 +86,11 @@ func (f *residentFlags) check(arg string) error {
 	case f.repo != "" && !pulls:
 		return cli.Usagef("--repo goes with an AGGREGATE; nothing is pulled here")
 	}
-	return nil
+	kind, _, err := f.on()
+	if err == nil && kind == hostmem.Backend && f.requireGPU {
+		return cli.Usagef("--require-gpu: --device host is none")
+	}
+	return err
 }
 
 // bind adds the flags. --token-file means here what it means to kiln-registry serve, as this is a server; the token for
@@ -91,7 +98,9 @@ func (f *residentFlags) check(arg string) error {
 func (f *residentFlags) bind(cmd *cobra.Command) {
 	p := cmd.Flags()
 	p.StringVar(&f.listen, "listen", defaultResident, "address to answer on")
-	p.StringVar(&f.device, "device", "auto", "where the weights go: host or auto")
+	p.StringVar(&f.device, "device", "auto", "where the weights go: host, cuda:N, or auto")
+	p.BoolVar(&f.requireGPU, "require-gpu", false, "fail where --device auto finds no GPU")
+	p.BoolVar(&f.verifyDevice, "verify-device", false, "read every byte back before it is published, and hash it again")
 	p.BoolVar(&f.synthetic, "synthetic", false, "hold no weights; /health says so")
 	p.BoolVar(&f.debug, "debug-model-state", false, "answer "+resident.PathModelState+" (also: KILN_DEBUG_ENDPOINTS=1)")
 	p.StringVar(&f.tokens, "token-file", "",
@@ -135,27 +144,51 @@ func explainLoad(err error) error {
 	return err
 }
 
-// target chooses the device.
-func (f *residentFlags) target() (gpuload.Target, string, error) {
-	kind, _, _ := strings.Cut(f.device, ":")
-	switch kind {
-	case "host":
-		return &hostmem.Target{}, hostmem.Backend, nil
-	case "auto":
-		return &hostmem.Target{}, hostmem.Backend, nil
-	case "cuda", "hip":
-		err := fmt.Errorf("--device %s: this build has no %s target", f.device, kind)
-		return nil, "", cli.Hint(cli.Exit(cli.CodeDevice, err), "--device host holds the weights in the memory of the host")
+// on parses --device: host, auto, or cuda with the index of the device.
+func (f *residentFlags) on() (kind string, index int, err error) {
+	kind, number, numbered := strings.Cut(f.device, ":")
+	switch {
+	case !numbered && (kind == hostmem.Backend || kind == "auto" || kind == cuda.Backend):
+		return kind, 0, nil
+	case kind == cuda.Backend:
+		if index, err = strconv.Atoi(number); err == nil && index >= 0 {
+			return kind, index, nil
+		}
 	}
-	return nil, "", cli.Usagef("--device %q: want host or auto", f.device)
+	return "", 0, cli.Usagef("--device %q: want host, cuda:N, or auto", f.device)
+}
+
+// target opens the device and says which it is.
+func (f *residentFlags) target(ctx context.Context) (t gpuload.Target, backend, name string, err error) {
+	kind, index, err := f.on()
+	if err != nil {
+		return nil, "", "", err
+	}
+	if kind == hostmem.Backend {
+		return new(hostmem.Target), hostmem.Backend, "host memory", nil
+	}
+	gpu, err := cuda.Open(index)
+	switch {
+	case err == nil:
+		devices, err := gpu.Devices(ctx)
+		if err != nil {
+			return nil, "", "", cli.Exit(cli.CodeDevice, errors.Join(err, gpu.Free()))
+		}
+		name = devices[0].Name
+		if kind == "auto" {
+			name += " (auto: the first GPU)"
+		}
+		return gpu, cuda.Backend, name, nil
+	case kind == "auto" && !f.requireGPU:
+		return new(hostmem.Target), hostmem.Backend, fmt.Sprintf("host memory (auto: %v)", err), nil
+	}
+	err = cli.Exit(cli.CodeDevice, fmt.Errorf("--device %s: %w", f.device, err))
+	return nil, "", "", cli.Hint(err, "--device host holds the weights in the memory of the host")
 }
 
 func (f *residentFlags) run(ctx context.Context, arg string, stdout, stderr io.Writer) error {
-	target, backend, err := f.target()
-	if err != nil {
-		return err
-	}
 	var want identity.Aggregate
+	var err error
 	if f.expect != "" {
 		if want, err = identity.ParseAggregate(f.expect); err != nil {
 			return cli.Usagef("--expect: %w", err)
@@ -176,25 +209,30 @@ func (f *residentFlags) run(ctx context.Context, arg string, stdout, stderr io.W
 		return cli.Exit(cli.CodeUsage, err)
 	}
 	s := &resident.Server{
-		Version: cli.Version(), Backend: backend, Model: f.name(arg), Gate: gate, Log: log, Drain: f.drain,
+		Version: cli.Version(), Backend: "synthetic", Model: f.name(arg), Gate: gate, Log: log, Drain: f.drain,
 		Debug: f.debug || resident.DebugEnabled(os.Getenv("KILN_DEBUG_ENDPOINTS")),
 	}
 	show := progress.New(f.Flags, stdout, stderr)
 	shown := sync.OnceFunc(show.Close)
 	defer shown()
-	h := &holding{
-		residentFlags: f, arg: arg, want: want, target: target, show: show, warn: stderr, remove: func() error { return nil },
-	}
+	h := &holding{residentFlags: f, arg: arg, want: want, show: show, warn: stderr, remove: func() error { return nil }}
 	load := h.load
 	if f.synthetic {
-		s.Backend, load = "synthetic", func(context.Context) (held resident.Held, err error) { return held, nil }
+		load = func(context.Context) (held resident.Held, err error) { return held, nil }
 	} else {
-		show.Note("device: " + backend + " memory" + f.why())
+		var name string
+		if h.target, s.Backend, name, err = f.target(ctx); err != nil {
+			return errors.Join(err, l.Close())
+		}
+		show.Note("device: " + name)
 	}
 	err = s.Run(ctx, l, load, func(held resident.Held) error {
 		shown()
 		return f.announce(stdout, stderr, "http://"+l.Addr().String(), s, held)
 	})
+	if h.target != nil {
+		err = errors.Join(err, h.target.Free()) // a load that was not begun frees nothing
+	}
 	return errors.Join(err, h.remove())
 }
 
@@ -209,14 +247,6 @@ func (f *residentFlags) name(arg string) string {
 		}
 	}
 	return arg
-}
-
-// why says how --device auto came to its choice.
-func (f *residentFlags) why() string {
-	if f.device == "auto" {
-		return " (auto: this build has no GPU target)"
-	}
-	return ""
 }
 
 // announcement is the last line of resident --json.
@@ -325,11 +355,8 @@ func (h *holding) pull(ctx context.Context) (string, error) {
 	}
 	defer c.Close()
 	plan, err := s.resolve(ctx, c, h.show.Note)
-	var packagings *transfer.PackagingsError
-	if errors.As(err, &packagings) {
-		writePackagings(h.warn, packagings)
-	}
 	if err != nil {
+		listPackagings(h.warn, err)
 		return "", err
 	}
 	if len(plan.Base.Shards) == 0 {
@@ -415,13 +442,14 @@ func (h *holding) fill(ctx context.Context, in *folder.Folder, want gpuload.Want
 		return nil, err
 	}
 	chunk := int64(hostmem.Chunk)
-	if h.direct {
-		chunk = gpuload.DefaultChunk // one read for each buffer, and nothing reads ahead
+	if _, host := h.target.(*hostmem.Target); h.direct || !host {
+		chunk = gpuload.DefaultChunk // one read for each buffer, and nothing reads ahead; few calls of the device
 	}
 	return gpuload.Load(ctx, plan, src, h.target, gpuload.Options{
-		ChunkBytes: chunk,
-		MaxBuffer:  h.maxBuffer,
-		Notify:     h.show.Note,
+		ChunkBytes:   chunk,
+		MaxBuffer:    h.maxBuffer,
+		VerifyDevice: h.verifyDevice,
+		Notify:       h.show.Note,
 		Progress: func(shard string, done int64) {
 			h.show.Watch(transfer.Event{Step: transfer.Moved, Phase: phaseLoad, File: shard, Bytes: done, Total: sizes[shard]})
 		},

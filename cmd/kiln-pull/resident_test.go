@@ -18,6 +18,7 @@ import (
 
 	"github.com/kiln-registry/kiln-registry/api"
 	"github.com/kiln-registry/kiln-registry/api/client"
+	"github.com/kiln-registry/kiln-registry/gpuload/cuda"
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/internal/cli"
 	"github.com/kiln-registry/kiln-registry/internal/testregistry"
@@ -177,6 +178,7 @@ func TestResidentSynthetic(t *testing.T) {
 }
 
 func TestResidentText(t *testing.T) {
+	t.Setenv(cuda.EnvLibrary, filepath.Join(t.TempDir(), "none"))
 	dir, m := residentModel(t)
 	ctx, cancel := context.WithCancel(t.Context())
 	out, w := io.Pipe()
@@ -199,6 +201,7 @@ func TestResidentText(t *testing.T) {
 }
 
 func TestResidentRefused(t *testing.T) {
+	t.Setenv(cuda.EnvLibrary, filepath.Join(t.TempDir(), "none"))
 	dir, m := residentModel(t)
 	other := m.Aggregate
 	other[0] ^= 1
@@ -210,8 +213,12 @@ func TestResidentRefused(t *testing.T) {
 	}{
 		{nil, cli.CodeUsage, "--synthetic"},
 		{[]string{dir, "--synthetic"}, cli.CodeUsage, "--synthetic"},
-		{[]string{dir, "--device", "cuda:0"}, cli.CodeDevice, "no cuda target"},
-		{[]string{dir, "--device", "disk"}, cli.CodeUsage, "host or auto"},
+		{[]string{dir, "--device", "cuda:0"}, cli.CodeDevice, "no CUDA device"},
+		{[]string{dir, "--require-gpu"}, cli.CodeDevice, "no CUDA device"},
+		{[]string{dir, "--device", "host", "--require-gpu"}, cli.CodeUsage, "--require-gpu"},
+		{[]string{dir, "--device", "disk"}, cli.CodeUsage, "cuda:N"},
+		{[]string{dir, "--device", "cuda:x"}, cli.CodeUsage, "cuda:N"},
+		{[]string{dir, "--device", "host:0"}, cli.CodeUsage, "cuda:N"},
 		{[]string{dir, "--listen", "0.0.0.0:0"}, cli.CodeUsage, "other machines"},
 		{[]string{dir, "--expect", other.String()}, cli.CodeNo, m.Aggregate.String()},
 		{[]string{dir, "--expect", identity.Aggregate{}.String()}, cli.CodeUsage, "no base"},

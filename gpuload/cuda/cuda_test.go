@@ -15,6 +15,8 @@ import (
 	"runtime"
 	"strconv"
 	"strings"
+	"sync"
+	"syscall"
 	"testing"
 
 	"go.uber.org/goleak"
@@ -227,7 +229,7 @@ func TestDevices(t *testing.T) {
 		t.Fatalf("%+v, %v", ds, err)
 	}
 	want := gpuload.Device{
-		Index: 1, Name: "cuda:1 (Fake Accelerator)", Backend: "cuda", Free: 256 << 20, Granularity: 2 << 20,
+		Index: 1, Name: "cuda:1 (Fake Accelerator)", Backend: "cuda", Free: 1 << 30, Granularity: 2 << 20,
 		UUID: "GPU-00112233-4455-6677-8899-aabbccddee01", PCI: "0000:3c:00.0",
 	}
 	if ds[1] != want {
@@ -236,7 +238,7 @@ func TestDevices(t *testing.T) {
 	if _, err := target.Alloc(t.Context(), 1, 1); err != nil {
 		t.Error(err)
 	}
-	if ds, err = target.Devices(t.Context()); err != nil || ds[1].Free != 254<<20 || ds[0].Free != 256<<20 {
+	if ds, err = target.Devices(t.Context()); err != nil || ds[1].Free != 1022<<20 || ds[0].Free != 1<<30 {
 		t.Errorf("%+v after one byte was taken (%v)", ds, err)
 	}
 	for _, i := range []int{-1, 2} {
@@ -265,6 +267,38 @@ func TestContext(t *testing.T) {
 		t.Errorf("allocated without a context: %v", err)
 	}
 	if err := d.with(func() error { _, err := d.memory(); return err }); err != nil {
+		t.Error(err)
+	}
+}
+
+// TestThread: other goroutines take every thread that is not held while fn waits; fn keeps its own.
+func TestThread(t *testing.T) {
+	target := open(t, 0)
+	defer target.Free()
+	err := target.devices[0].with(func() error {
+		for range 10 {
+			first, done := syscall.Gettid(), make(chan struct{})
+			var locked, ended sync.WaitGroup
+			for range 32 {
+				locked.Add(1)
+				ended.Go(func() {
+					runtime.LockOSThread()
+					defer runtime.UnlockOSThread()
+					locked.Done()
+					<-done
+				})
+			}
+			locked.Wait()
+			now := syscall.Gettid()
+			close(done)
+			ended.Wait()
+			if now != first {
+				return fmt.Errorf("thread %d, was %d", now, first)
+			}
+		}
+		return nil
+	})
+	if err != nil {
 		t.Error(err)
 	}
 }
@@ -312,8 +346,8 @@ func TestErrors(t *testing.T) {
 	fake.Reset()
 	target := open(t, 0)
 	defer target.Free()
-	_, err := target.Alloc(t.Context(), 0, 300<<20)
-	want := "allocate 314572800 bytes on cuda:0: cuMemAlloc: out of memory (CUDA_ERROR_OUT_OF_MEMORY, 2)"
+	_, err := target.Alloc(t.Context(), 0, 2<<30)
+	want := "allocate 2147483648 bytes on cuda:0: cuMemAlloc: out of memory (CUDA_ERROR_OUT_OF_MEMORY, 2)"
 	if !errors.Is(err, gpuload.ErrMemory) || err.Error() != want {
 		t.Errorf("%v, want %s", err, want)
 	}

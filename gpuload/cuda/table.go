@@ -70,22 +70,22 @@ func fillTable(lib uintptr, entries []entry) error {
 	return nil
 }
 
-// loaded is the table of this process, filled by the first load that succeeds. A library is never unloaded.
-var loaded struct {
+// loaded are the libraries that were loaded and started, by name. None is ever unloaded.
+var loaded = struct {
 	sync.Mutex
-	table *table
-}
+	tables map[string]*table
+}{tables: map[string]*table{}}
 
 // load loads and starts the driver.
 func load() (*table, error) {
-	loaded.Lock()
-	defer loaded.Unlock()
-	if loaded.table != nil {
-		return loaded.table, nil
-	}
 	names, err := libraries(os.Getenv(EnvLibrary), os.Getuid() != os.Geteuid() || os.Getgid() != os.Getegid())
 	if err != nil {
 		return nil, err
+	}
+	loaded.Lock()
+	defer loaded.Unlock()
+	if t := loaded.tables[names[0]]; t != nil {
+		return t, nil
 	}
 	lib, err := openLibrary(names)
 	if err != nil {
@@ -98,7 +98,7 @@ func load() (*table, error) {
 	if err := t.call("cuInit", t.initialize, 0); err != nil {
 		return nil, fmt.Errorf("%w: %w", ErrNone, err)
 	}
-	loaded.table = t
+	loaded.tables[names[0]] = t
 	return t, nil
 }
 

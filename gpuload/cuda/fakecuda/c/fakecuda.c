@@ -34,7 +34,7 @@ static struct setting {
   long long value, initial;
 } settings[] = {
     {"DEVICES", 1, 1},
-    {"MEMORY", 256 << 20, 256 << 20},       // bytes of each device
+    {"MEMORY", 1 << 30, 1 << 30},           // bytes of each device
     {"PIN_LIMIT", 1ll << 40, 1ll << 40},    // bytes that can be pinned in all
     {"LAZY", 0, 0},                         // 1: a copy is executed only when somebody waits for it or what follows it
     {"BANDWIDTH", 0, 0},                    // bytes per second of each stream; 0: as fast as it goes
