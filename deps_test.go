@@ -4,6 +4,7 @@ import (
 	"encoding/json"
 	"errors"
 	"io"
+	"os"
 	"os/exec"
 	"slices"
 	"strings"
@@ -151,13 +152,29 @@ func TestLinked(t *testing.T) {
 	never := map[string][]string{
 		"./cmd/kiln-registry": {"github.com/ebitengine/purego"},
 		"./cmd/kiln-pull":     {module + "/index", "go.etcd.io/bbolt", "github.com/minio/minio-go/v7", "github.com/jackc/pgx/v5", "github.com/gorilla/mux"},
-		"./cmd/kiln-push":     {"go.etcd.io/bbolt", "github.com/minio/minio-go/v7", "github.com/jackc/pgx/v5", "github.com/gorilla/mux"},
+		"./cmd/kiln-push":     {"github.com/ebitengine/purego", "go.etcd.io/bbolt", "github.com/minio/minio-go/v7", "github.com/jackc/pgx/v5", "github.com/gorilla/mux"},
 	}
 	for cmd, bad := range never {
 		for _, p := range list(t, "-deps", cmd) {
 			if within(p.ImportPath, bad) {
 				t.Errorf("%s links %s", cmd, p.ImportPath)
 			}
+		}
+	}
+	for _, p := range list(t, "-deps", "-tags", "nogpu", "./cmd/kiln-pull") {
+		if within(p.ImportPath, never["./cmd/kiln-registry"]) {
+			t.Errorf("kiln-pull without GPUs links %s", p.ImportPath)
+		}
+	}
+}
+
+// TestOtherBuilds compiles the binaries for the other processor, and without GPUs.
+func TestOtherBuilds(t *testing.T) {
+	for _, args := range [][]string{{"GOARCH=arm64"}, {"GOARCH=amd64", "GOFLAGS=-tags=nogpu"}} {
+		cmd := exec.Command("go", "build", "./cmd/...")
+		cmd.Env = append(append(os.Environ(), "CGO_ENABLED=0", "GOOS=linux"), args...)
+		if out, err := cmd.CombinedOutput(); err != nil {
+			t.Errorf("%q: %v\n%s", args, err, out)
 		}
 	}
 }

@@ -66,7 +66,7 @@ var mutants = []struct {
 		"if done.event, err = to.d.record(to.stream); err != nil {\n\t\t\t\treturn err\n\t\t\t}\n" +
 			"\t\t\treturn to.d.toDevice(to.ptr+uint64(off), buf, to.stream)"}},
 	{"streams not synchronised", "cuda/target.go", []string{
-		`return d.call("cuStreamSynchronize", d.streamSync, s)`, "return nil"}},
+		`return d.call("cuStreamSynchronize", d.streamSync, s)`, "_ = s; return nil"}},
 	{"no context", "cuda/device.go", []string{`d.call("cuCtxSetCurrent", d.setCurrent, d.context)`, "error(nil)"}},
 	{"any thread", "cuda/device.go", []string{"runtime.LockOSThread()\n\tdefer runtime.UnlockOSThread()", ""}},
 	{"block shared with others", "cuda/target.go", []string{"(n+granularity-1)/granularity*granularity", "n"}},
