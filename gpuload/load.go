@@ -18,12 +18,12 @@ type loader struct {
 	target Target
 	o      Options
 
-	blocks [][]Block         // of each shard, one for each device that gets it
+	blocks blocks
 	seen   []identity.Digest // of each shard, once its last byte was hashed
 	read   clock
 	hash   clock
 	copy   clock
-	back   atomic.Int64 // bytes read back
+	back   int64 // bytes read back
 }
 
 // Load reads every byte of the plan once, hashes it and copies it to t, and publishes the memory only when every shard
@@ -50,7 +50,11 @@ func load(ctx context.Context, p Plan, src Source, t Target, o Options) (_ *Resi
 		return nil, err
 	}
 	l.enter(Planned)
-	on, err := p.place(ctx, t, l.o)
+	devices, err := t.Devices(ctx)
+	if err != nil {
+		return nil, fmt.Errorf("load: list the devices: %w", err)
+	}
+	on, err := p.place(devices, l.o)
 	if err != nil {
 		return nil, err
 	}
@@ -68,13 +72,17 @@ func load(ctx context.Context, p Plan, src Source, t Target, o Options) (_ *Resi
 		return nil, fmt.Errorf("publish the weights: %w", deviceError(err))
 	}
 	l.enter(Published)
-	return &Resident{manifest: m, plan: p, stats: l.stats(m, start), target: t, handles: handles, state: Published}, nil
+	return &Resident{
+		manifest: m, plan: p, stats: l.stats(m, start), target: t, devices: devices, blocks: l.blocks, options: l.o,
+		handles: handles, state: Published,
+	}, nil
 }
 
 func (l *loader) stats(m identity.Manifest, start time.Time) Stats {
 	return Stats{
-		Bytes: int64(m.TotalSize), Elapsed: time.Since(start), Read: l.read.total(), Hash: l.hash.total(), Copy: l.copy.total(),
-		ReadBack: l.back.Load(), Lanes: l.o.Lanes, Buffer: l.o.buffer(),
+		Bytes: int64(m.TotalSize), Elapsed: time.Since(start),
+		Read: l.read.total(), Hash: l.hash.total(), Copy: l.copy.total(),
+		ReadBack: l.back, Lanes: l.o.Lanes, Buffer: l.o.buffer(),
 	}
 }
 
@@ -113,7 +121,7 @@ func (l *loader) checked(ctx context.Context) (m identity.Manifest, err error) {
 		m, err = l.verify(ctx)
 	}
 	if err == nil && l.o.VerifyDevice {
-		err = l.readBack(ctx, s)
+		l.back, err = l.blocks.readBack(ctx, l.target, l.plan, l.seen, s)
 	}
 	if err != nil {
 		// Copies may still read the buffers: only Free ends them all.

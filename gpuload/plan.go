@@ -236,11 +236,7 @@ func descending(sizes []int64) []int {
 }
 
 // place chooses the devices and checks that each has room for what it gets and the reserve.
-func (p Plan) place(ctx context.Context, t Target, o Options) ([][]int, error) {
-	devices, err := t.Devices(ctx)
-	if err != nil {
-		return nil, fmt.Errorf("load: list the devices: %w", err)
-	}
+func (p Plan) place(devices []Device, o Options) ([][]int, error) {
 	sizes := make([]int64, len(p.Shards))
 	for i, s := range p.Shards {
 		sizes[i] = s.Size - s.Data

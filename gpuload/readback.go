@@ -11,34 +11,40 @@ import (
 	"github.com/kiln-registry/kiln-registry/identity"
 )
 
-// readBack hashes every block again, from the device, and compares it with what was hashed before. Every copy is done.
-func (l *loader) readBack(ctx context.Context, s *slab) error {
-	r, ok := l.target.(Reader)
+// blocks are the blocks of each shard of a plan, one for each device that has it.
+type blocks [][]Block
+
+// readBack hashes every block again through the buffers of s and compares it with the digest of its shard. No copy is
+// open. It returns how many bytes were read.
+func (b blocks) readBack(ctx context.Context, t Target, p Plan, want []identity.Digest, s *slab) (int64, error) {
+	r, ok := t.(Reader)
 	if !ok {
-		return fmt.Errorf("read the weights back: this target can't: %w", errors.ErrUnsupported)
+		return 0, fmt.Errorf("read the weights back: this target can't: %w", errors.ErrUnsupported)
 	}
-	var next atomic.Int64
+	var next, read atomic.Int64
 	g, ctx := errgroup.WithContext(ctx)
 	for _, ring := range s.rings {
 		g.Go(func() error {
 			buf := <-ring
 			defer func() { ring <- buf }()
-			for i := next.Add(1) - 1; i < int64(len(l.blocks)); i = next.Add(1) - 1 {
-				for _, b := range l.blocks[i] {
-					if err := l.reread(ctx, r, int(i), b, buf.data); err != nil {
+			for i := next.Add(1) - 1; i < int64(len(b)); i = next.Add(1) - 1 {
+				for _, block := range b[i] {
+					if err := p.Shards[i].reread(ctx, r, block, want[i], buf.data); err != nil {
 						return err
 					}
+					read.Add(p.Shards[i].Size - p.Shards[i].Data)
 				}
 			}
 			return nil
 		})
 	}
-	return g.Wait()
+	err := g.Wait()
+	return read.Load(), err
 }
 
-// reread hashes the block b of shard i through buf.
-func (l *loader) reread(ctx context.Context, r Reader, i int, b Block, buf []byte) error {
-	s, h := l.plan.Shards[i], identity.NewHash()
+// reread hashes the shard anew, its data from block b through buf.
+func (s Shard) reread(ctx context.Context, r Reader, b Block, want identity.Digest, buf []byte) error {
+	h := identity.NewHash()
 	if err := h.UnmarshalBinary(s.head); err != nil {
 		return fmt.Errorf("hash shard %s: %w", s.Name, err)
 	}
@@ -53,10 +59,35 @@ func (l *loader) reread(ctx context.Context, r Reader, i int, b Block, buf []byt
 		h.Write(part)
 		off += int64(len(part))
 	}
-	l.back.Add(s.Size - s.Data)
-	if got := identity.DigestOf(h); got != l.seen[i] {
-		err := deviceError(errors.New("it holds other bytes than it was sent"))
-		return &Error{s.Name, s.Size, l.seen[i].String(), got.String(), err}
+	if got := identity.DigestOf(h); got != want {
+		err := deviceError(errors.New("it holds other bytes than it was given"))
+		return &Error{s.Name, s.Size, want.String(), got.String(), err}
+	}
+	return nil
+}
+
+// Audit reads every block back and hashes it again: whoever has a block of a device open can change it. It fails with
+// an *Error, ErrDevice, for a shard whose bytes are others now, and with ErrState when the weights are not published.
+// They are leased meanwhile. notify, which may be nil, is told when buffers can't be pinned.
+func (r *Resident) Audit(ctx context.Context, notify func(string)) (err error) {
+	_, release, err := r.Lease()
+	if err != nil {
+		return err
+	}
+	defer release()
+	o := r.options
+	o.Notify = notify
+	s, _, err := newSlab(o, r.target)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, s.free()) }()
+	want := make([]identity.Digest, len(r.manifest.Shards))
+	for i, s := range r.manifest.Shards {
+		want[i] = s.Digest
+	}
+	if _, err = r.blocks.readBack(ctx, r.target, r.plan, want, s); err != nil {
+		return fmt.Errorf("audit: %w", err)
 	}
 	return nil
 }

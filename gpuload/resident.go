@@ -30,6 +30,9 @@ type Resident struct {
 	plan     Plan
 	stats    Stats
 	target   Target
+	devices  []Device
+	blocks   blocks
+	options  Options
 	handles  []Handle
 
 	mu     sync.Mutex
@@ -43,6 +46,10 @@ func (r *Resident) Manifest() identity.Manifest { return r.manifest }
 
 // Tensors returns the table of tensors. It must not be changed.
 func (r *Resident) Tensors() []Tensor { return r.plan.Tensors }
+
+// Devices returns the devices of the target as they were before the load. Each handle names one of them by its index.
+// They must not be changed.
+func (r *Resident) Devices() []Device { return r.devices }
 
 // Stats says how the load went.
 func (r *Resident) Stats() Stats { return r.stats }

@@ -149,7 +149,8 @@ func breaks(t testing.TB, f devicetest.Fault) {
 	fake.Reset()
 	t.Cleanup(fake.Reset)
 	for name, n := range map[string]int{
-		"FAIL_ALLOC": f.Alloc, "FAIL_COPY": f.Copy, "FAIL_IPC": f.Handle, "FLIP_COPY": f.Flip, "FAIL_AT": int(f.At),
+		"FAIL_ALLOC": f.Alloc, "FAIL_COPY": f.Copy, "FAIL_IPC": f.Handle, "FLIP_COPY": f.Flip, "FAIL_PIN": f.Pin,
+		"FAIL_AT": int(f.At),
 	} {
 		fake.Set(name, int64(n))
 	}
@@ -304,10 +305,10 @@ func TestThread(t *testing.T) {
 }
 
 func TestSameProcess(t *testing.T) {
+	before := fake.Get("HANDLES")
 	target := open(t, 0)
 	defer target.Free()
 	fill(t, target, []byte("bytes"))
-	before := fake.Get("HANDLES")
 	hs, err := target.Publish(t.Context())
 	if err != nil || fake.Get("HANDLES") != before+1 {
 		t.Fatalf("%d handles, %v", fake.Get("HANDLES"), err)

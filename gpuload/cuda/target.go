@@ -141,8 +141,8 @@ func (t *Target) block(b gpuload.Block, off int64, n int) (block, error) {
 func (t *Target) Pin(buf []byte) (unpin func() error, err error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	if err := t.open(); err != nil {
-		return nil, fmt.Errorf("pin %d bytes: %w", len(buf), err)
+	if t.freed {
+		return nil, fmt.Errorf("pin %d bytes: the target was freed", len(buf))
 	}
 	d, at := t.devices[0], address(buf)
 	err = d.with(func() error {

@@ -14,6 +14,7 @@ type Fault struct {
 	Alloc, Copy, Handle, Flip int
 	At                        Where // of Copy
 
+	Pin    int  // of the attempts to register memory
 	NoPins bool // no memory can be registered
 }
 
@@ -42,7 +43,17 @@ func readsBack(t *testing.T, s Subject) {
 	if want := held(p); r.Stats().ReadBack != want || f.Count("readback") == 0 {
 		t.Errorf("read back %d of %d bytes in %d parts", r.Stats().ReadBack, want, f.Count("readback"))
 	}
+	before := s.Held(t)
+	if err := r.Audit(t.Context(), nil); err != nil || s.Held(t) != before {
+		t.Errorf("audit: %v, %d bytes held, %d before", err, s.Held(t), before)
+	}
+	if len(r.Devices()) == 0 || r.Devices()[0].Name == "" {
+		t.Errorf("devices %+v", r.Devices())
+	}
 	closed(t, r)
+	if err := r.Audit(t.Context(), nil); !errors.Is(err, gpuload.ErrState) {
+		t.Errorf("audit of freed weights: %v", err)
+	}
 	copies := f.Count("submit")
 	for _, n := range []int{1, copies / 2, copies} {
 		blamesAny(t, refused(t, s, t.Context(), p, src, &Faulty{Flip: n, Verify: true}, gpuload.ErrDevice))
@@ -66,7 +77,7 @@ func held(p gpuload.Plan) (n int64) {
 	return n
 }
 
-// unnoticed shows that a fault does damage, by what another process reads.
+// unnoticed shows that a fault does damage, by what another process reads and by an audit.
 func unnoticed(t *testing.T, s Subject, m *model, f *Faulty) {
 	t.Helper()
 	r, err := load(t, s, m, f)
@@ -75,6 +86,10 @@ func unnoticed(t *testing.T, s Subject, m *model, f *Faulty) {
 	handles, release, err := r.Lease()
 	mustDo(t, err)
 	defer release()
+	err = r.Audit(t.Context(), nil)
+	if blamesAny(t, err); !errors.Is(err, gpuload.ErrDevice) {
+		t.Errorf("audit: %v; want %v", err, gpuload.ErrDevice)
+	}
 	for i, name := range m.names() {
 		if !bytes.Equal(s.Read(t, handles[i]), m.data(name)) {
 			return
@@ -124,8 +139,10 @@ func deviceFaults(t *testing.T, s Subject) {
 			refused(t, s, t.Context(), p, src, &Faulty{FailPublish: true}, gpuload.ErrDevice)
 		})
 	}
-	t.Run("pins", func(t *testing.T) {
-		s.Break(t, Fault{NoPins: true})
-		loaded(t, s, m, options(), m.want(t))
-	})
+	for _, f := range []Fault{{NoPins: true}, {Pin: 1}} {
+		t.Run(fmt.Sprintf("pins %+v", f), func(t *testing.T) {
+			s.Break(t, f)
+			loaded(t, s, m, options(), m.want(t))
+		})
+	}
 }

@@ -46,7 +46,8 @@ var mutants = []struct {
 	{"failed load keeps its memory", "load.go", []string{
 		"e := t.Free(); e != nil", "e := err; e == nil",
 		"errors.Join(err, l.target.Free(), s.free())", "errors.Join(err, s.free())"}},
-	{"read back not compared", "readback.go", []string{"got != l.seen[i]", "false"}},
+	{"read back not compared", "readback.go", []string{
+		"got := identity.DigestOf(h); got != want", "got := identity.DigestOf(h); false"}},
 	{"not read back", "load.go", []string{"err == nil && l.o.VerifyDevice", "false"}},
 	{"goes on without pins in silence", "ring.go", []string{
 		`o.notify("buffers are not pinned, copies are slower: %v", why)`, ""}},
