@@ -19,10 +19,16 @@ type Subject struct {
 
 	// Break makes the device itself fail until the test ends; nil: there is no device that could.
 	Break func(t testing.TB, f Fault)
+
+	tally *tally
 }
 
-// Run runs the suite.
+// tally counts what must not be published, and what was all the same.
+type tally struct{ faults, published int }
+
+// Run runs the suite. Its last line says how many wrong weights were published.
 func Run(t *testing.T, s Subject) {
+	s.tally = new(tally)
 	for _, part := range []struct {
 		name string
 		run  func(*testing.T, Subject)
@@ -44,6 +50,7 @@ func Run(t *testing.T, s Subject) {
 			}
 		})
 	}
+	t.Logf("faults: %d, wrong weights published: %d", s.tally.faults, s.tally.published)
 }
 
 // contract uses a target by hand.

@@ -28,8 +28,10 @@ func refused(
 	o.VerifyDevice = f.Verify
 	o.Observe = func(st gpuload.State) { last = st }
 	r, err := gpuload.Load(ctx, p, src, f, o)
+	s.tally.faults++
 	switch {
 	case err == nil:
+		s.tally.published++
 		t.Errorf("loaded, want an error that is %q", reason)
 		closed(t, r)
 		return nil
@@ -182,6 +184,7 @@ func badFiles(t *testing.T, s Subject, m *model, w gpuload.Want) error {
 	src := m.source(t)
 	p, err := gpuload.NewPlan(t.Context(), src, m.names(), w)
 	if err != nil {
+		s.tally.faults++
 		if strings.Contains(err.Error(), "\n") {
 			t.Errorf("an error of several lines: %q", err)
 		}

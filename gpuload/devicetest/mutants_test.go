@@ -77,6 +77,10 @@ var mutants = []struct {
 }
 
 func TestMutants(t *testing.T) {
+	suites, killed := 0, 0
+	defer func() {
+		t.Logf("mutants: %d, killed: %d of %d suites that they went through", len(mutants), killed, suites)
+	}()
 	for _, m := range mutants {
 		t.Run(m.name, func(t *testing.T) {
 			path, err := filepath.Abs(filepath.Join("..", m.file))
@@ -97,7 +101,10 @@ func TestMutants(t *testing.T) {
 				if strings.Contains(out, "[build failed]") || strings.Contains(out, "[setup failed]") {
 					t.Fatalf("the mutant does not compile:\n%s", out)
 				}
-				if err == nil {
+				suites++
+				if err != nil {
+					killed++
+				} else {
 					t.Errorf("the suite of %s passes with this mutant", target)
 				}
 			}

@@ -38,6 +38,7 @@ static struct setting {
     {"PIN_LIMIT", 1ll << 40, 1ll << 40},    // bytes that can be pinned in all
     {"LAZY", 0, 0},                         // 1: a copy is executed only when somebody waits for it or what follows it
     {"BANDWIDTH", 0, 0},                    // bytes per second of each stream; 0: as fast as it goes
+    {"NO_BYTES", 0, 0},                     // 1: copies move nothing, as a copy engine takes no time of a processor
     {"FAIL_ALLOC", 0, 0},
     {"FAIL_PIN", 0, 0},
     {"FAIL_COPY", 0, 0},                    // of the copies to a device
@@ -50,7 +51,7 @@ static struct setting {
 };
 
 enum setting_name {
-  DEVICES, MEMORY, PIN_LIMIT, LAZY, BANDWIDTH, FAIL_ALLOC, FAIL_PIN, FAIL_COPY, FAIL_AT, FLIP_COPY, FAIL_IPC,
+  DEVICES, MEMORY, PIN_LIMIT, LAZY, BANDWIDTH, NO_BYTES, FAIL_ALLOC, FAIL_PIN, FAIL_COPY, FAIL_AT, FLIP_COPY, FAIL_IPC,
   ALLOCS, PINS, COPIES, HANDLES, READS, UNPINNED, USED, PINNED, CONTEXTS, STREAMS, EVENTS, SETTINGS
 };
 
@@ -341,6 +342,7 @@ static void execute(struct stream *s, struct op *o) {
   if (s->ctx->error) return;
   char *device = (char *)(uintptr_t)(dptr & ~DEVICE_BIT);
   int flip = o->to_device && o->number == N(FLIP_COPY);
+  if (N(NO_BYTES)) return;
   pthread_mutex_unlock(&mu);
   memcpy(o->to_device ? device : o->host, o->to_device ? o->host : device, o->size);
   if (flip) device[o->size / 2] ^= 1;
