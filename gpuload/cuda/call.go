@@ -73,18 +73,25 @@ func (t *table) memory() (free uint64, err error) {
 	return free, err
 }
 
+// Bytes are handed over by where they start, converted in the call itself: that keeps them off the stack, which moves.
+
 // toDevice starts a copy. src must stay as it is until the copy is done.
 func (t *table) toDevice(dst uint64, src []byte, stream uintptr) error {
-	return t.call("cuMemcpyHtoDAsync", t.copyToDevice, uintptr(dst), address(src), uintptr(len(src)), stream)
+	return t.call("cuMemcpyHtoDAsync", t.copyToDevice, uintptr(dst), uintptr(unsafe.Pointer(unsafe.SliceData(src))),
+		uintptr(len(src)), stream)
 }
 
 // toHost starts a copy. dst must not be used until the copy is done.
 func (t *table) toHost(dst []byte, src uint64, stream uintptr) error {
-	return t.call("cuMemcpyDtoHAsync", t.copyToHost, address(dst), uintptr(src), uintptr(len(dst)), stream)
+	return t.call("cuMemcpyDtoHAsync", t.copyToHost, uintptr(unsafe.Pointer(unsafe.SliceData(dst))), uintptr(src),
+		uintptr(len(dst)), stream)
 }
 
-// address is where b starts. Memory of the heap and of mappings does not move; whoever starts a copy keeps b.
-func address(b []byte) uintptr { return uintptr(unsafe.Pointer(unsafe.SliceData(b))) }
+// register pins b. It stays pinned until unregister is called with what register returned.
+func (t *table) register(b []byte) (uintptr, error) {
+	err := t.call("cuMemHostRegister", t.pin, uintptr(unsafe.Pointer(unsafe.SliceData(b))), uintptr(len(b)), pinPortable)
+	return uintptr(unsafe.Pointer(unsafe.SliceData(b))), err
+}
 
 // handle is a CUipcMemHandle.
 type handle [64]byte

@@ -144,9 +144,11 @@ func (t *Target) Pin(buf []byte) (unpin func() error, err error) {
 	if t.freed {
 		return nil, fmt.Errorf("pin %d bytes: the target was freed", len(buf))
 	}
-	d, at := t.devices[0], address(buf)
-	err = d.with(func() error {
-		return d.call("cuMemHostRegister", d.pin, at, uintptr(len(buf)), pinPortable)
+	var at uintptr
+	d := t.devices[0]
+	err = d.with(func() (err error) {
+		at, err = d.register(buf)
+		return err
 	})
 	if err != nil {
 		return nil, err
