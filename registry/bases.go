@@ -416,7 +416,7 @@ func (r *Registry) getEvals(w *response, q *request) error {
 	if err != nil {
 		return err
 	}
-	if err := q.turn(w); err != nil {
+	if err := q.turn(w, q.memory.asked); err != nil {
 		return err
 	}
 	buf := pages.Get().(*[]byte)
@@ -439,7 +439,7 @@ func (r *Registry) postCompatibility(w *response, q *request) error {
 	if err != nil {
 		return err
 	}
-	if err := q.turn(w); err != nil {
+	if err := q.turn(w, q.memory.asked); err != nil {
 		return err
 	}
 	req, err := answers.ParseCompatibility(b)
@@ -458,7 +458,7 @@ func (r *Registry) postCompare(w *response, q *request) error {
 	if err != nil {
 		return err
 	}
-	if err := q.turn(w); err != nil {
+	if err := q.turn(w, q.memory.asked); err != nil {
 		return err
 	}
 	req, err := answers.ParseCompare(b)

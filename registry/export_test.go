@@ -3,6 +3,7 @@ package registry
 import (
 	"iter"
 	"net/http"
+	"runtime"
 	"strings"
 )
 
@@ -22,17 +23,24 @@ func Routes() iter.Seq2[string, string] {
 // OneRouter returns a router that tries all routes one after the other.
 func (r *Registry) OneRouter() http.Handler { return routerOf(r, func(string) bool { return true }) }
 
-// Waiting returns how many requests wait until they may parse something.
+// Waiting returns how many requests wait for memory, or for their turn.
 func (r *Registry) Waiting() int64 {
-	n := r.memory.turns.Waiting()
-	for _, p := range []parsing{r.memory.questions, r.memory.pushes} {
+	m := r.memory
+	n := m.asked.Waiting() + m.listings.Waiting() + m.reads.Waiting()
+	for _, p := range []parsing{m.questions, m.pushes} {
 		n += p.arriving.Waiting() + p.bodies.Waiting() + p.documents.Waiting()
 	}
-	return n
+	return int64(n)
 }
 
-// Turns is how many questions are answered at a time.
-func (r *Registry) Turns() int { return cap(r.memory.places) }
+// Turns is how many answers of one sort are made at a time for one caller.
+func Turns() int {
+	places := max(minPlaces, runtime.GOMAXPROCS(0))
+	return places * placesPart / (placesPart + 1)
+}
 
-// MaxOfOne is how many questions of one caller may wait for their turn.
-const MaxOfOne = maxOfOne
+// How many questions, and listings, of one caller may wait for their turn.
+const (
+	MaxOfOne         = maxOfOne
+	MaxListingsOfOne = maxListings / 4
+)

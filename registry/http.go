@@ -62,21 +62,21 @@ var routes = []route{
 	{"DELETE", "/v2/{name:.+}/blobs/uploads/{id}", access.Push, (*Registry).deleteUpload},
 	{"GET HEAD", "/v2/{name:.+}/blobs/{digest}", access.Pull, (*Registry).getBlob},
 	{"DELETE", "/v2/{name:.+}/blobs/{digest}", access.Delete, (*Registry).deleteBlob},
-	{"GET HEAD", "/v2/{name:.+}/manifests/{ref}", access.Pull, made((*Registry).getManifest)},
+	{"GET HEAD", "/v2/{name:.+}/manifests/{ref}", access.Pull, pulled((*Registry).getManifest)},
 	{"PUT", "/v2/{name:.+}/manifests/{ref}", access.Push, (*Registry).putManifest},
 	{"DELETE", "/v2/{name:.+}/manifests/{ref}", access.Delete, (*Registry).deleteManifest},
-	{"GET HEAD", "/v2/{name:.+}/tags/list", access.Pull, made((*Registry).getTags)},
-	{"GET HEAD", "/v2/{name:.+}/referrers/{digest}", access.Pull, made((*Registry).getReferrers)},
+	{"GET HEAD", "/v2/{name:.+}/tags/list", access.Pull, pulled((*Registry).getTags)},
+	{"GET HEAD", "/v2/{name:.+}/referrers/{digest}", access.Pull, pulled((*Registry).getReferrers)},
 
 	{"GET HEAD", "/v1/openapi.yaml", access.Pull, (*Registry).getOpenAPI},
-	{"GET HEAD", "/v1/bases", access.Pull, made((*Registry).getBases)},
-	{"GET HEAD", "/v1/bases/{aggregate}/artifacts", access.Pull, made((*Registry).getArtifacts)},
-	{"GET HEAD", "/v1/bases/{aggregate}/manifest", access.Pull, made((*Registry).getBaseManifest)},
-	{"GET HEAD", "/v1/bases/{aggregate}", access.Pull, made((*Registry).getBase)},
+	{"GET HEAD", "/v1/bases", access.Pull, listed((*Registry).getBases)},
+	{"GET HEAD", "/v1/bases/{aggregate}/artifacts", access.Pull, listed((*Registry).getArtifacts)},
+	{"GET HEAD", "/v1/bases/{aggregate}/manifest", access.Pull, listed((*Registry).getBaseManifest)},
+	{"GET HEAD", "/v1/bases/{aggregate}", access.Pull, listed((*Registry).getBase)},
 	{"GET HEAD", "/v1/bases/{aggregate}/evals.jsonl", access.Pull, (*Registry).getEvals},
-	{"GET HEAD", "/v1/blobs/{digest}/midstates", access.Pull, made((*Registry).getMidstates)},
-	{"GET HEAD", "/v1/artifacts", access.Pull, made((*Registry).getUnbound)},
-	{"GET HEAD", "/v1/artifacts/{digest}/lineage", access.Pull, made((*Registry).getLineage)},
+	{"GET HEAD", "/v1/blobs/{digest}/midstates", access.Pull, pulled((*Registry).getMidstates)},
+	{"GET HEAD", "/v1/artifacts", access.Pull, listed((*Registry).getUnbound)},
+	{"GET HEAD", "/v1/artifacts/{digest}/lineage", access.Pull, listed((*Registry).getLineage)},
 	{"POST", "/v1/compare", access.Pull, (*Registry).postCompare},
 	{"POST", "/v1/compatibility", access.Pull, (*Registry).postCompatibility},
 }
@@ -178,7 +178,8 @@ type request struct {
 	body   *bounds.Body
 	query  url.Values // of the URL, once values has read it
 	memory *memory
-	loans  []*bounds.Loan // to return when the request has been answered
+	loans  []*bounds.Loan  // to return when the request has been answered
+	ctx    context.Context // what Context returns, once it has
 }
 
 // values returns the query of the URL. It must not be changed.

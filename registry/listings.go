@@ -8,7 +8,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"net"
 	"net/http"
 	"net/url"
 	"runtime"
@@ -173,8 +172,9 @@ func (w *response) bytes(q *request, status int, contentType string, b []byte) e
 		w.WriteHeader(status)
 		return nil
 	}
+	q.giveBack() // what was parsed has become the answer
 	if len(b) > smallDocument {
-		if w.loan = q.memory.answers.Try(int64(len(b))); w.loan == nil {
+		if w.loan = q.memory.answers.Try(q.who(), int64(len(b))); w.loan == nil {
 			return errMuch // to wait would take the memory already
 		}
 		q.loans = append(q.loans, w.loan)
@@ -204,8 +204,10 @@ type memory struct {
 	questions parsing        // of /v1
 	chores    *bounds.Budget // documents that are read again without a request
 	answers   *bounds.Budget // answers on their way to clients
-	places    chan struct{}  // each is an answer that is being made
-	turns     *bounds.Turns  // each is a question that is being answered of documents
+	// Turns at making answers: those of one sort wait for no others.
+	reads    *bounds.Budget // of /v2, and of what a pull reads of /v1
+	listings *bounds.Budget // of /v1
+	asked    *bounds.Budget // questions that are answered of documents
 }
 
 // parsing is what requests of one sort may hold of texts while they are parsed: those of one sort wait for no others.
@@ -218,8 +220,9 @@ type parsing struct {
 }
 
 func newParsing(idle time.Duration) parsing {
-	entry := func() *bounds.Entry { return bounds.NewEntry(budget, parsedSize*smallDocument, maxWaiting) }
-	return parsing{bounds.NewEntry(budget, 0, maxWaiting), entry(), entry(), idle}
+	is := bounds.Limits{Size: budget, Part: 1, Waiting: maxWaiting, OfOne: maxOfOne}
+	entry := func() *bounds.Entry { return bounds.NewEntry(is, parsedSize*smallDocument) }
+	return parsing{bounds.NewEntry(is, 0), entry(), entry(), idle}
 }
 
 // read waits until documents of size bytes of text may be read. errMuch.
@@ -233,40 +236,50 @@ func (m *memory) admit(ctx context.Context, size int64) (release func(), err err
 	return loan.Return, err
 }
 
-// wait waits for n bytes for the idle time. errMuch.
-func wait(ctx context.Context, idle time.Duration, e *bounds.Entry, n int64) (*bounds.Loan, error) {
+// lender is a *bounds.Budget or *bounds.Entry.
+type lender interface {
+	Wait(ctx context.Context, name string, n int64) (*bounds.Loan, error)
+}
+
+// wait waits for n for the idle time. errMuch.
+func wait(ctx context.Context, idle time.Duration, of lender, n int64) (*bounds.Loan, error) {
 	limited, cancel := context.WithTimeout(ctx, idle)
 	defer cancel()
-	loan, err := e.Wait(limited, n)
+	loan, err := of.Wait(limited, bounds.Caller(ctx), n)
 	if err != nil {
 		return nil, cmp.Or(ctx.Err(), error(errMuch))
 	}
 	return loan, nil
 }
 
-// turn waits until a question may be answered of documents: a few are at a time. The request leaves its place with the
-// first byte of the answer. errMuch.
-func (q *request) turn(w *response) error {
-	limited, cancel := context.WithTimeout(q.Context(), q.idle)
-	defer cancel()
-	leave, err := q.memory.turns.Wait(limited, q.who())
-	if err != nil {
-		return cmp.Or(q.Context().Err(), error(errMuch))
+// turn waits until an answer of a sort may be made: a few are at a time. The request leaves its place with the first byte
+// of the answer. errMuch.
+func (q *request) turn(w *response, of *bounds.Budget) error {
+	place := of.Try(q.who(), 1)
+	if place == nil {
+		var err error
+		if place, err = wait(q.Context(), q.idle, of, 1); err != nil {
+			return err
+		}
 	}
-	w.leave = leave
+	w.leave = place.Return
 	return nil
 }
 
-// who tells callers apart that take turns: by name, those without one by the address that they come from.
+// who tells callers apart: by name, those without one by the address that they come from.
 func (q *request) who() string {
 	if q.caller.Name != "" {
 		return q.caller.Name
 	}
-	host, _, err := net.SplitHostPort(q.RemoteAddr)
-	if err != nil {
-		host = q.RemoteAddr
+	return bounds.Origin(q.RemoteAddr)
+}
+
+// Context returns the context of the request, which says on whose behalf it is.
+func (q *request) Context() context.Context {
+	if q.ctx == nil {
+		q.ctx = bounds.WithCaller(q.Request.Context(), q.who())
 	}
-	return "\x00" + host // which no name begins with
+	return q.ctx
 }
 
 const (
@@ -276,20 +289,31 @@ const (
 	budget = 64 << 20
 	// parsedSize is by how much more a document takes that was parsed than its bytes: so much in the worst case.
 	parsedSize = 8
-	// maxWaiting is how many requests may wait for one thing. Whoever comes then is turned away at once.
+	// maxWaiting is how many requests may wait for one thing, and maxOfOne how many of one caller. Whoever comes then is
+	// turned away at once.
 	maxWaiting = 256
-	// maxOfOne is how many questions of one caller may wait for their turn.
-	maxOfOne = maxWaiting / 4
-	// minPlaces is how many answers may be made at once where there are few processors. It takes no waiting for others.
+	maxOfOne   = maxWaiting / 4
+	// maxListings and maxReads are maxWaiting of listings, and of what pulls read, of one caller also: those who share a
+	// token may be many.
+	maxListings, maxReads = 4 * maxWaiting, 64 * maxWaiting
+	// minPlaces is how many answers of a sort may be made at once where there are few processors. It takes no waiting for
+	// others.
 	minPlaces = 4
+	// placesPart leaves a quarter of the places to others.
+	placesPart = 3
 )
 
 func newMemory(idle time.Duration) *memory {
-	places := max(minPlaces, runtime.GOMAXPROCS(0))
+	places := func(waiting, ofOne int) *bounds.Budget {
+		return bounds.NewBudget(bounds.Limits{Size: int64(max(minPlaces, runtime.GOMAXPROCS(0))), Part: placesPart,
+			Waiting: waiting, OfOne: ofOne})
+	}
 	return &memory{
 		pushes: newParsing(idle), questions: newParsing(idle),
-		chores: bounds.NewBudget(budget), answers: bounds.NewBudget(2 * budget), places: make(chan struct{}, places),
-		turns: bounds.NewTurns(places, maxWaiting, maxOfOne),
+		chores:  bounds.NewBudget(bounds.Limits{Size: budget, Waiting: maxReads, OfOne: maxReads}),
+		answers: bounds.NewBudget(bounds.Limits{Size: 2 * budget, Part: 1}),
+		reads:   places(maxReads, maxReads), listings: places(maxListings, maxListings/4),
+		asked: places(maxWaiting, maxOfOne),
 	}
 }
 
@@ -363,15 +387,17 @@ func ended(err error) error {
 	return err
 }
 
-// made lets a handler make its answer when one of the places is free, which it leaves with the first byte of the answer.
-func made(h handler) handler {
+// pulled and listed let a handler make its answer when it is its turn, which it leaves with the first byte of the answer.
+func pulled(h handler) handler { return inTurn(h, func(m *memory) *bounds.Budget { return m.reads }) }
+func listed(h handler) handler {
+	return inTurn(h, func(m *memory) *bounds.Budget { return m.listings })
+}
+
+func inTurn(h handler, of func(*memory) *bounds.Budget) handler {
 	return func(r *Registry, w *response, q *request) error {
-		select {
-		case q.memory.places <- struct{}{}:
-		case <-q.Context().Done():
-			return q.Context().Err()
+		if err := q.turn(w, of(q.memory)); err != nil {
+			return err
 		}
-		w.leave = func() { <-q.memory.places }
 		defer w.leavePlace()
 		return h(r, w, q)
 	}

@@ -377,7 +377,7 @@ func quoted(name string) string {
 // find says what a manifest is, from the manifest and the blobs it names. With what its repository says of it, see
 // claims.Settle, that is all that is found of it.
 func (r *Registry) find(ctx context.Context, m classify.Manifest) (classify.Finding, error) {
-	loan, err := r.memory.chores.Take(ctx, parsedSize*m.TextSize())
+	loan, err := r.memory.chores.Wait(ctx, "", parsedSize*m.TextSize())
 	if err != nil {
 		return classify.Finding{}, err
 	}

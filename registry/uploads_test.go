@@ -190,7 +190,11 @@ func (s *server) half(method, path string, announced int, body []byte) net.Conn 
 	if err != nil {
 		s.t.Fatal(err)
 	}
-	fmt.Fprintf(c, "%s %s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n", method, path, announced)
+	fmt.Fprintf(c, "%s %s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n", method, path, announced)
+	if s.token != "" {
+		fmt.Fprintf(c, "Authorization: Bearer %s\r\n", s.token)
+	}
+	fmt.Fprint(c, "\r\n")
 	c.Write(body)
 	return c
 }

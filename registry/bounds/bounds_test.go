@@ -16,25 +16,25 @@ import (
 )
 
 func TestBudget(t *testing.T) {
-	b := bounds.NewBudget(10)
-	all, err := b.Take(t.Context(), 1000) // more than there is: all of it
-	if err != nil || b.Try(1) != nil {
+	b := bounds.NewBudget(bounds.Limits{Size: 10, Waiting: 9, OfOne: 9})
+	all, err := b.Wait(t.Context(), "a", 1000) // more than there is: all of it
+	if err != nil || b.Try("b", 1) != nil {
 		t.Fatal("taken twice:", err)
 	}
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
-	if _, err := b.Take(ctx, 1); !errors.Is(err, context.Canceled) {
+	if _, err := b.Wait(ctx, "b", 1); !errors.Is(err, context.Canceled) {
 		t.Error(err)
 	}
 	got := make(chan *bounds.Loan)
 	go func() {
-		l, _ := b.Take(t.Context(), 10)
+		l, _ := b.Wait(t.Context(), "b", 10)
 		got <- l
 	}()
 	all.Return()
 	(<-got).Return()
-	four, six := b.Try(4), b.Try(6)
-	if four == nil || six == nil || b.Try(1) != nil {
+	four, six := b.Try("a", 4), b.Try("a", 6)
+	if four == nil || six == nil || b.Try("b", 1) != nil {
 		t.Error("not all of it can be lent")
 	}
 	var none *bounds.Loan
@@ -47,13 +47,13 @@ func TestBudget(t *testing.T) {
 // A loan is overdue once it was held for longer than others have patience that want it now, or did a moment ago.
 func TestOverdue(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		b := bounds.NewBudget(10)
-		l := b.Try(10)
+		b := bounds.NewBudget(bounds.Limits{Size: 10})
+		l := b.Try("a", 10)
 		time.Sleep(time.Hour)
 		if l.Overdue(time.Minute) {
 			t.Error("nobody wants it")
 		}
-		b.Try(1)
+		b.Try("b", 1)
 		if !l.Overdue(time.Minute) || l.Overdue(2*time.Hour) {
 			t.Error("somebody wants it, and it was held for an hour")
 		}
@@ -125,12 +125,12 @@ func TestTaken(t *testing.T) {
 // Small parts do not wait for large ones, who goes away waits no more, and of those who wait there are not too many.
 func TestEntry(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		e := bounds.NewEntry(10, 2, 2)
-		large, err := e.Wait(t.Context(), 1000)
+		e := bounds.NewEntry(bounds.Limits{Size: 10, Waiting: 2, OfOne: 2}, 2)
+		large, err := e.Wait(t.Context(), "a", 1000)
 		if err != nil {
 			t.Fatal(err)
 		}
-		small, err := e.Wait(t.Context(), 2)
+		small, err := e.Wait(t.Context(), "a", 2)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -140,13 +140,13 @@ func TestEntry(t *testing.T) {
 		loans := make(chan *bounds.Loan, 2)
 		for _, ctx := range []context.Context{ctx, t.Context()} {
 			go func() {
-				l, err := e.Wait(ctx, 3)
+				l, err := e.Wait(ctx, "a", 3)
 				loans <- l
 				results <- err
 			}()
 			synctest.Wait()
 		}
-		if _, err := e.Wait(t.Context(), 3); !errors.Is(err, bounds.ErrFull) || e.Waiting() != 2 {
+		if _, err := e.Wait(t.Context(), "a", 3); !errors.Is(err, bounds.ErrFull) || e.Waiting() != 2 {
 			t.Error(err, e.Waiting())
 		}
 		cancel()
@@ -154,7 +154,7 @@ func TestEntry(t *testing.T) {
 			t.Error(l, err)
 		}
 		synctest.Wait()
-		if _, err := e.Wait(ctx, 1); !errors.Is(err, context.Canceled) || e.Waiting() != 1 {
+		if _, err := e.Wait(ctx, "a", 1); !errors.Is(err, context.Canceled) || e.Waiting() != 1 {
 			t.Error(err, e.Waiting())
 		}
 		large.Return()
@@ -163,7 +163,7 @@ func TestEntry(t *testing.T) {
 			t.Error(err)
 		}
 		synctest.Wait()
-		all, err := e.Wait(t.Context(), 10)
+		all, err := e.Wait(t.Context(), "a", 10)
 		if err != nil || e.Waiting() != 0 {
 			t.Error(err, e.Waiting())
 		}
