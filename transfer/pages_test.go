@@ -53,19 +53,19 @@ func TestPages(t *testing.T) {
 		}
 		check := func(what string, pages int, err error) {
 			if pages != tt.pages || (err == nil) != (tt.want == "") ||
-				err != nil && (!errors.Is(err, transfer.ErrListing) || !strings.Contains(err.Error(), tt.want)) {
+				err != nil && (!errors.Is(err, client.ErrListing) || !strings.Contains(err.Error(), tt.want)) {
 				t.Errorf("%s of %s: %d pages, %v", what, name, pages, err)
 			}
 		}
 		n, last := 0, error(nil)
-		for _, err := range transfer.Pages(t.Context(), c, a) {
+		for _, err := range c.BasePages(t.Context(), a) {
 			if last = err; err == nil {
 				n++
 			}
 		}
 		check("bases", n, last)
 		n = 0
-		for _, err := range transfer.ArtifactPages(t.Context(), c, a, client.Filter{}, 1) {
+		for _, err := range c.ArtifactPages(t.Context(), a, client.Filter{}, 1) {
 			if last = err; err == nil {
 				n++
 			}
@@ -75,7 +75,7 @@ func TestPages(t *testing.T) {
 		}
 		check("artifacts", n, last)
 		if tt.want != "" && tt.pages < 9_999 {
-			if _, err := transfer.ResolveAggregate(t.Context(), c, a, "none"); !errors.Is(err, transfer.ErrListing) {
+			if _, err := transfer.ResolveAggregate(t.Context(), c, a, "none"); !errors.Is(err, client.ErrListing) {
 				t.Errorf("pull of %s: %v", name, err)
 			}
 		}
@@ -106,7 +106,7 @@ func TestLineagePages(t *testing.T) {
 	}
 	defer c.Close()
 	got := ""
-	for page, err := range transfer.LineagePages(t.Context(), c, d, "") {
+	for page, err := range c.LineagePages(t.Context(), d, "") {
 		if err != nil {
 			t.Fatal(err)
 		}

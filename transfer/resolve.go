@@ -7,7 +7,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"iter"
 	"maps"
 	"math"
 	"regexp"
@@ -39,6 +38,8 @@ type Plan struct {
 	NoBase  error             // why Base is zero; else nil
 	Claim   string            // what its annotation says about its base, unchecked; empty: nothing
 	Subject identity.Digest   // the manifest that it refers to; zero: none
+	Encoded []string          // files whose media type says that they are packed in some way: they are as they are
+	Passed  error             // why others of the same base were passed over, the first of them; nil: none was
 	whole   *Plan             // of all files, where this one is of some; else nil
 }
 
@@ -72,7 +73,7 @@ func Resolve(ctx context.Context, c *client.Client, ref client.Reference) (Plan,
 	p := Plan{Record: staging.Record{Registry: ref.Host, Repository: ref.Repo, Tag: ref.Tag, Manifest: m.Digest}}
 	doc, err := readManifest(m)
 	if err == nil {
-		p.Files, err = filesOf(doc)
+		p.Files, p.Encoded, err = filesOf(doc)
 	}
 	if err == nil {
 		err = p.describe(ctx, c, doc)
@@ -225,9 +226,8 @@ func notBase(doc v1.Manifest) error {
 	return nil
 }
 
-// filesOf reads the layers of a manifest as files, in ascending order of name.
-func filesOf(doc v1.Manifest) ([]staging.File, error) {
-	var files []staging.File
+// filesOf reads the layers of a manifest as files, in ascending order of name. encoded names those of a type for that.
+func filesOf(doc v1.Manifest) (files []staging.File, encoded []string, err error) {
 	var total int64
 	for i, l := range doc.Layers {
 		if l.MediaType == v1.MediaTypeEmptyJSON {
@@ -235,19 +235,23 @@ func filesOf(doc v1.Manifest) ([]staging.File, error) {
 		}
 		f, err := fileOf(l)
 		if err != nil {
-			return nil, fmt.Errorf("%w: layer %d: %w", ErrArtifact, i, err)
+			return nil, nil, fmt.Errorf("%w: layer %d: %w", ErrArtifact, i, err)
 		}
 		if total > math.MaxInt64-f.Size {
-			return nil, fmt.Errorf("%w: the sizes of its layers add up to more than %d bytes", ErrArtifact, int64(math.MaxInt64))
+			return nil, nil, fmt.Errorf("%w: the sizes of its layers add up to more than %d bytes", ErrArtifact,
+				int64(math.MaxInt64))
 		}
 		total += f.Size
 		files = append(files, f)
+		if l.MediaType != v1.MediaTypeImageLayer && api.Encoded(l.MediaType) {
+			encoded = append(encoded, f.Name)
+		}
 	}
 	if len(files) == 0 {
-		return nil, fmt.Errorf("%w: it holds no files", ErrArtifact)
+		return nil, nil, fmt.Errorf("%w: it holds no files", ErrArtifact)
 	}
 	slices.SortFunc(files, func(a, b staging.File) int { return cmp.Compare(a.Name, b.Name) })
-	return files, unambiguous(files)
+	return files, encoded, unambiguous(files)
 }
 
 func fileOf(l v1.Descriptor) (f staging.File, err error) {
@@ -268,20 +272,21 @@ func fileOf(l v1.Descriptor) (f staging.File, err error) {
 }
 
 // packed says why a layer is an archive and not a file, or returns nothing. oras labels raw files as tar and marks the
-// folders that it packed.
+// folders that it packed. A type of an encoding alone, as application/gzip, may be that of a file that is one.
 func packed(l v1.Descriptor, name string) string {
-	_, suffix, _ := strings.Cut(l.MediaType, "+")
-	switch t := l.MediaType; {
+	t := strings.ToLower(l.MediaType)
+	_, suffix, _ := strings.Cut(t, "+")
+	switch {
 	case l.Annotations[api.AnnotationOrasUnpack] == "true":
 		return fmt.Sprintf("%q is a packed folder", name)
-	case suffix == "gzip" || suffix == "zstd" || strings.HasSuffix(t, ".gzip"):
-		return fmt.Sprintf("type %s is compressed", t)
+	case suffix != "" && api.Encoded(suffix), strings.HasSuffix(t, ".gzip"):
+		return fmt.Sprintf("type %s is compressed", l.MediaType)
 	case strings.HasPrefix(t, "application/vnd.kitops."):
-		return fmt.Sprintf("type %s is an archive", t)
+		return fmt.Sprintf("type %s is an archive", l.MediaType)
 	case strings.HasSuffix(t, ".tar") && (t != v1.MediaTypeImageLayer || name == ""):
-		return fmt.Sprintf("type %s is a tar archive", t)
+		return fmt.Sprintf("type %s is a tar archive", l.MediaType)
 	case name == "":
-		return fmt.Sprintf("type %s names no file", t)
+		return fmt.Sprintf("type %s names no file", l.MediaType)
 	}
 	return ""
 }
@@ -307,8 +312,10 @@ func unambiguous(files []staging.File) error {
 	return nil
 }
 
-// maxCompared bounds the manifests that are fetched only to tell packagings apart.
-const maxCompared = 8
+const (
+	maxCompared = 8  // packagings that are told apart
+	maxTried    = 64 // manifests of one base that are fetched for that, those that can't be pulled among them
+)
 
 // PackagingsError says that one base comes in several packagings, and how they differ. It lists at most a few of them.
 type PackagingsError struct {
@@ -331,32 +338,96 @@ func (e *PackagingsError) Error() string {
 	for _, d := range e.Differences {
 		names = append(names, d.Name)
 	}
-	return fmt.Sprintf("base %s comes in %d packagings that differ in %s", e.Aggregate, len(e.Plans)+e.More,
-		strings.Join(names, ", "))
+	text := fmt.Sprintf("base %s comes in %d packagings", e.Aggregate, len(e.Plans)+e.More)
+	if len(names) == 0 {
+		return text + ", more than are compared"
+	}
+	return text + " that differ in " + strings.Join(names, ", ")
+}
+
+// Shards returns the newest of the packagings, for who asks about nothing but the shards. alike says that all of them
+// call those the same; where some are not listed, it is not known.
+func (e *PackagingsError) Shards() (newest Plan, alike bool) {
+	newest, alike = e.Plans[0], e.More == 0
+	for _, p := range e.Plans {
+		alike = alike && slices.Equal(p.Base.Shards, newest.Base.Shards)
+	}
+	return newest, alike
 }
 
 // ResolveAggregate finds an artifact that holds the base with an aggregate: the newest one that the caller may pull, in
-// one repository or, if repo is empty, in any. Where the choice would decide about more than weights, it is a
-// *PackagingsError. A base that is not there is api.ErrAggregateUnknown, and *ElsewhereError if other repositories hold
-// it.
+// one repository or, if repo is empty, in any; repo may also name one artifact, as repository:tag or repository@digest.
+// What can't be pulled is passed over, as long as there is another. Where the choice would decide about more than
+// weights, it is a *PackagingsError. A base that is not there is api.ErrAggregateUnknown, and *ElsewhereError if other
+// repositories hold it; an artifact of another base is ErrArtifact.
 func ResolveAggregate(ctx context.Context, c *client.Client, a identity.Aggregate, repo string) (Plan, error) {
-	held, err := newest(ctx, c, a, repo)
-	if err != nil {
-		return Plan{}, fmt.Errorf("resolve base %s: %w", a, err)
-	}
-	if len(held) == 0 {
-		return Plan{}, elsewhere(ctx, c, a, repo)
-	}
-	more := max(0, len(held)-maxCompared)
-	var plans []Plan
-	for _, h := range held[:len(held)-more] {
-		p, err := ResolveHeld(ctx, c, a, h)
+	if strings.ContainsAny(repo, ":@") {
+		name, ref, err := api.ParseReference(repo)
 		if err != nil {
 			return Plan{}, err
 		}
-		plans = append(plans, p)
+		return resolveHeld(ctx, c, a, client.Reference{Host: c.Host(), Repo: name, Tag: ref.Tag, Digest: ref.Digest})
+	}
+	all, err := packagings(ctx, c, a, repo)
+	if err != nil {
+		return Plan{}, fmt.Errorf("resolve base %s: %w", a, err)
+	}
+	if len(all) == 0 {
+		return Plan{}, elsewhere(ctx, c, a, repo)
+	}
+	plans, more, err := firstOf(ctx, c, a, all)
+	if err != nil {
+		return Plan{}, err
 	}
 	return Choose(a, plans, more)
+}
+
+// CheckPlace refuses what is neither a repository nor, as repository:tag or repository@digest, an artifact in one.
+func CheckPlace(repo string) error {
+	if !strings.ContainsAny(repo, ":@") {
+		return api.CheckRepo(repo)
+	}
+	_, _, err := api.ParseReference(repo)
+	return err
+}
+
+// Passable says whether an error of ResolveHeld is about that one manifest: another one of the same base may do.
+func Passable(err error) bool {
+	return errors.Is(err, ErrArtifact) || errors.Is(err, api.ErrManifestUnknown)
+}
+
+// firstOf returns the newest plan of each packaging, of those that can be pulled. more is how many packagings were not
+// looked at.
+func firstOf(ctx context.Context, c *client.Client, a identity.Aggregate, all [][]api.Held) (
+	plans []Plan, more int, err error,
+) {
+	var passed error
+	tried := 0
+	for i, held := range all {
+		if len(plans) == maxCompared || tried >= maxTried {
+			more = len(all) - i
+			break
+		}
+		for _, h := range held {
+			tried++
+			p, err := ResolveHeld(ctx, c, a, h)
+			if err == nil {
+				plans = append(plans, p)
+				break
+			}
+			if !Passable(err) {
+				return nil, 0, err
+			}
+			if passed == nil {
+				passed = err
+			}
+		}
+	}
+	if len(plans) == 0 {
+		return nil, 0, passed
+	}
+	plans[0].Passed = passed
+	return plans, more, nil
 }
 
 // Choose returns the first of several plans of one base, of which more are not listed. Where the choice would decide
@@ -368,12 +439,6 @@ func Choose(a identity.Aggregate, plans []Plan, more int) (Plan, error) {
 	}
 	return plans[0], nil
 }
-
-// maxPages ends a listing that goes on for ever: a million entries with the pages of a registry of this project.
-const maxPages = 10_000
-
-// ErrListing: a server's listing can't be read to its end.
-var ErrListing = errors.New("the listing does not end")
 
 // MaxElsewhere is how many repositories an ElsewhereError names.
 const MaxElsewhere = 5
@@ -400,7 +465,7 @@ func (e *ElsewhereError) Unwrap() error { return api.ErrAggregateUnknown }
 // elsewhere is the error for a base that repo lacks.
 func elsewhere(ctx context.Context, c *client.Client, a identity.Aggregate, repo string) error {
 	e := &ElsewhereError{Aggregate: a, Repo: repo}
-	for page, err := range Pages(ctx, c, a) {
+	for page, err := range c.BasePages(ctx, a) {
 		if err != nil {
 			return fmt.Errorf("resolve base %s: %w", a, err)
 		}
@@ -461,121 +526,49 @@ func ParseAggregate(s string) (a identity.Aggregate, is bool, err error) {
 	return identity.Aggregate{}, true, e
 }
 
-// Pages yields what a registry says about a base, page by page. ErrListing.
-func Pages(ctx context.Context, c *client.Client, a identity.Aggregate) iter.Seq2[api.Base, error] {
-	return pages(ctx, c, a.String(), func(after string) (page api.Base, next string, items int, err error) {
-		page, err = c.BasePage(ctx, a, after, 0)
-		for _, p := range page.Packagings {
-			items += len(p.Manifests)
-		}
-		return page, page.Next, items, err
-	})
-}
-
-// ArtifactPages yields what a registry says was made from a base or, where that is zero, has no base that is known,
-// page by page of at most limit. Pages may be empty. ErrListing.
-func ArtifactPages(ctx context.Context, c *client.Client, a identity.Aggregate, f client.Filter, limit int) (
-	all iter.Seq2[api.ArtifactList, error],
-) {
-	return pages(ctx, c, a.String(), func(after string) (page api.ArtifactList, next string, items int, err error) {
-		if a.IsZero() {
-			page, err = c.Unbound(ctx, f, after, limit)
-		} else {
-			page, err = c.Made(ctx, a, f, after, limit)
-		}
-		return page, page.Next, mayBeEmpty, err
-	})
-}
-
-// LineagePages yields what an artifact was made from and what names it, page by page: first all that names it, then the
-// further pages of what it was made from. ErrListing.
-func LineagePages(ctx context.Context, c *client.Client, d identity.Digest, repo string) iter.Seq2[api.Lineage, error] {
-	parents := "" // where those go on
-	return pages(ctx, c, d.String(), func(after string) (page api.Lineage, next string, items int, err error) {
-		page, err = c.Lineage(ctx, d, repo, after, 0)
-		parents = cmp.Or(page.NextParents, parents)
-		if next = page.Next; next == "" && err == nil {
-			next, parents = parents, ""
-		}
-		return page, next, mayBeEmpty, err
-	})
-}
-
-// mayBeEmpty is the number of items of a page that need not have any.
-const mayBeEmpty = -1
-
-// pages follows the cursors of a listing: fetch returns the page after one, the next cursor, and the number of items on
-// the page. The last pair has an error, or else a page that no other one follows.
-func pages[T any](
-	ctx context.Context, c *client.Client, what string, fetch func(after string) (page T, next string, items int, err error),
-) iter.Seq2[T, error] {
-	return func(yield func(T, error) bool) {
-		seen := map[identity.Digest]bool{} // cursors, of any length
-		for after, n := "", 1; ; n++ {
-			var page T
-			var next string
-			var items int
-			err := c.Retry(ctx, what, func() (err error) {
-				page, next, items, err = fetch(after)
-				return err
-			})
-			if err == nil && next != "" {
-				err = goesOn(seen, next, items, n)
-			}
-			if err != nil {
-				err = fmt.Errorf("page %d of %s: %w", n, c.Host(), err)
-			}
-			if !yield(page, err) || err != nil || next == "" {
-				return
-			}
-			after = next
-		}
-	}
-}
-
-// goesOn says why the page after the nth, at the cursor next, would lead nowhere.
-func goesOn(seen map[identity.Digest]bool, next string, items, n int) error {
-	cursor := identity.Sum([]byte(next))
-	switch {
-	case items == 0:
-		return fmt.Errorf("%w: an empty page names %.80q as the next one", ErrListing, next)
-	case seen[cursor]:
-		return fmt.Errorf("%w: %.80q is named as the next page twice", ErrListing, next)
-	case n == maxPages:
-		return fmt.Errorf("%w: more than %d pages", ErrListing, maxPages)
-	}
-	seen[cursor] = true
-	return nil
-}
-
-// newest returns the newest manifest of each packaging, newest first.
-func newest(ctx context.Context, c *client.Client, a identity.Aggregate, repo string) ([]api.Held, error) {
-	best := map[identity.Digest]api.Held{}
-	for page, err := range Pages(ctx, c, a) {
+// packagings returns the newest manifests of each packaging, newest first, of both.
+func packagings(ctx context.Context, c *client.Client, a identity.Aggregate, repo string) ([][]api.Held, error) {
+	all := map[identity.Digest][]api.Held{}
+	for page, err := range c.BasePages(ctx, a) {
 		if err != nil {
 			return nil, err
 		}
 		for _, p := range page.Packagings {
+			held := all[p.ID]
 			for _, h := range p.Manifests {
-				if b, ok := best[p.ID]; (repo == "" || h.Repository == repo) && (!ok || h.Created.After(b.Created)) {
-					best[p.ID] = h
+				if repo == "" || h.Repository == repo {
+					held = append(held, h)
 				}
+			}
+			if len(held) > 0 {
+				slices.SortFunc(held, newer)
+				all[p.ID] = held[:min(len(held), maxTried)]
 			}
 		}
 	}
-	return slices.SortedFunc(maps.Values(best), func(a, b api.Held) int {
-		return cmp.Or(b.Created.Compare(a.Created), cmp.Compare(a.Repository, b.Repository), a.Digest.Compare(b.Digest))
-	}), nil
+	return slices.SortedFunc(maps.Values(all), func(a, b []api.Held) int { return newer(a[0], b[0]) }), nil
+}
+
+// newer orders manifests by when the registry took them, the newest first.
+func newer(a, b api.Held) int {
+	return cmp.Or(b.Created.Compare(a.Created), cmp.Compare(a.Repository, b.Repository), a.Digest.Compare(b.Digest))
 }
 
 // ResolveHeld reads a manifest that the registry lists for a base. ErrArtifact, if it does not hold that base.
 func ResolveHeld(ctx context.Context, c *client.Client, a identity.Aggregate, h api.Held) (Plan, error) {
-	p, err := Resolve(ctx, c, client.Reference{Host: c.Host(), Repo: h.Repository, Digest: h.Digest})
+	return resolveHeld(ctx, c, a, client.Reference{Host: c.Host(), Repo: h.Repository, Digest: h.Digest})
+}
+
+func resolveHeld(ctx context.Context, c *client.Client, a identity.Aggregate, ref client.Reference) (Plan, error) {
+	p, err := Resolve(ctx, c, ref)
 	if err != nil {
 		return Plan{}, err
 	}
-	if p.Aggregate != a {
-		return Plan{}, fmt.Errorf("%w: the registry says that %s holds base %s, its layers say %s", ErrArtifact, p.Reference(), a,
+	switch {
+	case p.Aggregate.IsZero():
+		return Plan{}, fmt.Errorf("%w: %s is asked for as base %s, and is none: %w", ErrArtifact, p.Reference(), a, p.NoBase)
+	case p.Aggregate != a:
+		return Plan{}, fmt.Errorf("%w: %s is asked for as base %s, and its layers say %s", ErrArtifact, p.Reference(), a,
 			p.Aggregate)
 	}
 	return p, nil

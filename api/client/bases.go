@@ -2,11 +2,13 @@ package client
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
+	"iter"
 	"net/http"
 	"net/url"
 	"strconv"
@@ -300,4 +302,97 @@ func exactly(r *strictjson.Reader, names ...string) func(name string) error {
 		}
 		return r.Skip()
 	}
+}
+
+// maxPages ends a listing that goes on for ever: a million entries with the pages of a registry of this project.
+const maxPages = 10_000
+
+// ErrListing: a server's listing can't be read to its end.
+var ErrListing = errors.New("the listing does not end")
+
+// BasePages yields what a registry says about a base, page by page. ErrListing.
+func (c *Client) BasePages(ctx context.Context, a identity.Aggregate) iter.Seq2[api.Base, error] {
+	return pages(ctx, c, a.String(), func(after string) (page api.Base, next string, items int, err error) {
+		page, err = c.BasePage(ctx, a, after, 0)
+		for _, p := range page.Packagings {
+			items += len(p.Manifests)
+		}
+		return page, page.Next, items, err
+	})
+}
+
+// ArtifactPages yields what a registry says was made from a base or, where that is zero, has no base that is known,
+// page by page of at most limit. Pages may be empty. ErrListing.
+func (c *Client) ArtifactPages(ctx context.Context, a identity.Aggregate, f Filter, limit int) (
+	all iter.Seq2[api.ArtifactList, error],
+) {
+	return pages(ctx, c, a.String(), func(after string) (page api.ArtifactList, next string, items int, err error) {
+		if a.IsZero() {
+			page, err = c.Unbound(ctx, f, after, limit)
+		} else {
+			page, err = c.Made(ctx, a, f, after, limit)
+		}
+		return page, page.Next, mayBeEmpty, err
+	})
+}
+
+// LineagePages yields what an artifact was made from and what names it, page by page: first all that names it, then the
+// further pages of what it was made from. ErrListing.
+func (c *Client) LineagePages(ctx context.Context, d identity.Digest, repo string) iter.Seq2[api.Lineage, error] {
+	parents := "" // where those go on
+	return pages(ctx, c, d.String(), func(after string) (page api.Lineage, next string, items int, err error) {
+		page, err = c.Lineage(ctx, d, repo, after, 0)
+		parents = cmp.Or(page.NextParents, parents)
+		if next = page.Next; next == "" && err == nil {
+			next, parents = parents, ""
+		}
+		return page, next, mayBeEmpty, err
+	})
+}
+
+// mayBeEmpty is the number of items of a page that need not have any.
+const mayBeEmpty = -1
+
+// pages follows the cursors of a listing: fetch returns the page after one, the next cursor, and the number of items on
+// the page. The last pair has an error, or else a page that no other one follows.
+func pages[T any](
+	ctx context.Context, c *Client, what string, fetch func(after string) (page T, next string, items int, err error),
+) iter.Seq2[T, error] {
+	return func(yield func(T, error) bool) {
+		seen := map[identity.Digest]bool{} // cursors, of any length
+		for after, n := "", 1; ; n++ {
+			var page T
+			var next string
+			var items int
+			err := c.Retry(ctx, what, func() (err error) {
+				page, next, items, err = fetch(after)
+				return err
+			})
+			if err == nil && next != "" {
+				err = goesOn(seen, next, items, n)
+			}
+			if err != nil {
+				err = fmt.Errorf("page %d of %s: %w", n, c.Host(), err)
+			}
+			if !yield(page, err) || err != nil || next == "" {
+				return
+			}
+			after = next
+		}
+	}
+}
+
+// goesOn says why the page after the nth, at the cursor next, would lead nowhere.
+func goesOn(seen map[identity.Digest]bool, next string, items, n int) error {
+	cursor := identity.Sum([]byte(next))
+	switch {
+	case items == 0:
+		return fmt.Errorf("%w: an empty page names %.80q as the next one", ErrListing, next)
+	case seen[cursor]:
+		return fmt.Errorf("%w: %.80q is named as the next page twice", ErrListing, next)
+	case n == maxPages:
+		return fmt.Errorf("%w: more than %d pages", ErrListing, maxPages)
+	}
+	seen[cursor] = true
+	return nil
 }

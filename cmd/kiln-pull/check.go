@@ -38,7 +38,7 @@ func (f *checkFlags) bind(cmd *cobra.Command) {
 	cmd.Flags().StringVar(&f.base, "base", "", "the base: DIR, FILE, REF, AGGREGATE or http://host:8420")
 	cmd.Flags().StringVar(&f.registry, "registry", cli.Registry(), "where an AGGREGATE with --repo is asked for")
 	cmd.Flags().StringVar(&f.repo, "repo", "",
-		"the repository whose packaging of an AGGREGATE is meant; its file names then count too")
+		"the repository, or REPOSITORY:TAG or REPOSITORY@DIGEST, whose AGGREGATE is meant;\nits file names then count too")
 	cmd.Flags().StringVar(&f.provenance, "provenance", "",
 		"FILE with the execution provenance of the server (kiln.execution-provenance.v1)")
 }
@@ -138,7 +138,7 @@ func (f *checkFlags) read(ctx context.Context, kind api.Kind, name string, show 
 		return a, h, err
 	}
 	if f.base != "" {
-		if h, err = f.here(ctx, show); err != nil {
+		if h, err = f.here(ctx, kind, show); err != nil {
 			return a, h, err
 		}
 	}
@@ -148,8 +148,8 @@ func (f *checkFlags) read(ctx context.Context, kind api.Kind, name string, show 
 	return a, h, err
 }
 
-// here is the base at hand.
-func (f *checkFlags) here(ctx context.Context, show *progress.Show) (made.Here, error) {
+// here is the base at hand, for a question about an artifact of a kind: of a checkpoint the names of shards matter.
+func (f *checkFlags) here(ctx context.Context, kind api.Kind, show *progress.Show) (made.Here, error) {
 	if f.repo == "" {
 		return made.OpenHere(ctx, f.base, dial(&f.Flags, show), show.Watch)
 	}
@@ -158,12 +158,12 @@ func (f *checkFlags) here(ctx context.Context, show *progress.Show) (made.Here, 
 		return made.Here{}, cli.Usagef("--repo goes with a --base that is an AGGREGATE; %.200q says itself what is meant", f.base)
 	}
 	if err == nil {
-		err = api.CheckRepo(f.repo)
+		err = transfer.CheckPlace(f.repo)
 	}
 	if err != nil {
 		return made.Here{}, cli.Exit(cli.CodeUsage, err)
 	}
-	return made.OpenHeld(ctx, a, f.registry, f.repo, dial(&f.Flags, show))
+	return made.OpenHeld(ctx, a, f.registry, f.repo, kind == api.KindCheckpoint, dial(&f.Flags, show))
 }
 
 // readDocument reads a file that a flag names.
@@ -319,6 +319,7 @@ func (f *checkFlags) resume(ctx context.Context, name, request string, stdout, s
 	a, h, err := f.read(ctx, api.KindCheckpoint, name, show)
 	if err != nil {
 		show.Close()
+		listPackagings(stderr, err)
 		return err
 	}
 	if _, is, _ := transfer.ParseAggregate(f.base); is && f.repo == "" {

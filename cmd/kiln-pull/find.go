@@ -318,7 +318,7 @@ func (f *findFlags) nothing(s subject) error {
 func (f *findFlags) packagings(ctx context.Context, c *client.Client, a identity.Aggregate, out *show.Rows,
 	elsewhere *transfer.ElsewhereError,
 ) error {
-	for page, err := range transfer.Pages(ctx, c, a) {
+	for page, err := range c.BasePages(ctx, a) {
 		if err != nil {
 			return err
 		}
@@ -384,7 +384,7 @@ func (f *findFlags) artifacts(ctx context.Context, c *client.Client, a identity.
 func (f *findFlags) pages(
 	ctx context.Context, c *client.Client, a identity.Aggregate,
 ) iter.Seq2[api.ArtifactList, error] {
-	return transfer.ArtifactPages(ctx, c, a, client.Filter{
+	return c.ArtifactPages(ctx, a, client.Filter{
 		Kind: api.Kind(f.kind), Name: f.name, Since: f.after, Binding: api.Evidence(f.binding), Repo: f.repo,
 	}, findPage)
 }
@@ -400,7 +400,7 @@ func (f *findFlags) itself(ctx context.Context, c *client.Client, s *subject) (a
 
 // lineage asks for what an artifact names and what names it, of that at most maxLinks.
 func lineage(ctx context.Context, c *client.Client, d identity.Digest, repo string) (all api.Lineage, err error) {
-	for page, err := range transfer.LineagePages(ctx, c, d, repo) {
+	for page, err := range c.LineagePages(ctx, d, repo) {
 		if err != nil {
 			return all, err
 		}

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"os"
 	"path/filepath"
 	"strings"
 
@@ -54,12 +55,38 @@ func (f *pullFlags) prepare(
 		return &a, nil, nil
 	}
 	found, err := f.baseOf(ctx, c, a, plan, show)
+	if several := (*transfer.PackagingsError)(nil); errors.As(err, &several) && f.holds(ctx, a, show) {
+		return &a, nil, nil
+	}
 	return &a, &found, err
+}
+
+// holds says whether the folder of --with-base is the base already, in whatever packaging, unless one was named. It is
+// read for that, and left as it is.
+func (f *pullFlags) holds(ctx context.Context, a made.Artifact, show *progress.Show) bool {
+	if info, err := os.Stat(f.withBase); err != nil || !info.IsDir() || f.baseRepo != "" {
+		return false
+	}
+	h, err := made.OpenHere(ctx, f.withBase, dial(&f.Flags, show), show.Watch)
+	if err != nil || h.Aggregate() != a.Aggregate() {
+		return false
+	}
+	show.Note(fmt.Sprintf("%s holds base %s already, as was read just now: it stays as it is", f.withBase, h.Aggregate()))
+	if !made.Called(h.Base.Manifest, a.Binding().Manifest) {
+		f.warn(show, otherNames(a))
+	}
+	return true
+}
+
+func otherNames(a made.Artifact) string {
+	return fmt.Sprintf("no base that is held has the file names that %s recorded: the bytes are the same, but Kiln "+
+		"compares the names too before it resumes exactly", a.Reference)
 }
 
 // offer says how the base is had that a pulled adapter or checkpoint was made from, unless one is at hand.
 func (f *pullFlags) offer(ctx context.Context, c *client.Client, a *made.Artifact, dir string, show *progress.Show) {
-	if a == nil || f.against != "" || a.Kind != api.KindAdapter && a.Kind != api.KindCheckpoint || a.Aggregate().IsZero() {
+	if a == nil || f.against != "" || f.withBase != "" ||
+		a.Kind != api.KindAdapter && a.Kind != api.KindCheckpoint || a.Aggregate().IsZero() {
 		return
 	}
 	if _, err := c.BasePage(ctx, a.Aggregate(), "", 1); errors.Is(err, api.ErrAggregateUnknown) {
@@ -206,16 +233,20 @@ func (f *pullFlags) baseOf(
 	case errors.Is(err, made.ErrDisputed):
 		return base, cli.Hint(cli.Exit(cli.CodeUsage, err), "say which: --with-base needs one base; delete the statement that is "+
 			"wrong (by its manifest, as with oras manifest delete), or pull the base by itself")
+	case errors.Is(err, made.ErrSeveral):
+		return base, cli.Hint(cli.Exit(cli.CodeUsage, err), "pull it without --with-base, and each base by its aggregate")
 	case errors.Is(err, made.ErrNoBase):
 		return base, cli.Hint(cli.Exit(cli.CodeNotFound, err),
 			"pull the base by itself; kiln-push bind says which one it is")
 	case err != nil:
 		return base, fmt.Errorf("the base of %s: %w", a.Reference, err)
-	case names == made.NamesRestored:
+	}
+	notePassed(base, show.Note)
+	switch names {
+	case made.NamesRestored:
 		show.Note("the shards of " + base.Reference() + " get the file names that were recorded")
-	case names == made.NamesOther:
-		f.warn(show, fmt.Sprintf("no base that is held has the file names that %s recorded: the bytes are the same, but "+
-			"Kiln compares the names too before it resumes exactly", a.Reference))
+	case made.NamesOther:
+		f.warn(show, otherNames(a))
 	}
 	return base, nil
 }

@@ -4,12 +4,14 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"net/http"
 	"os"
 	"path/filepath"
 	"strconv"
 	"strings"
 	"syscall"
 
+	v1 "github.com/opencontainers/image-spec/specs-go/v1"
 	"github.com/rogpeppe/go-internal/testscript"
 
 	"github.com/kiln-registry/kiln-registry/api"
@@ -26,6 +28,7 @@ import (
 var madeCommands = map[string]func(*testscript.TestScript, bool, []string){
 	"made": writeMade, "edit": edit, "without": without, "send": send, "serving": serving, "links": links, "relink": relink,
 	"provenance": provenance, "foreign": foreign, "bind": bind, "many": many, "foretell": foretell, "derive": derive,
+	"mistype": mistype,
 }
 
 // modelOf hashes a model folder; nil for one that is called none.
@@ -260,4 +263,38 @@ func provenance(ts *testscript.TestScript, _ bool, args []string) {
 	request, err := testartifact.Provenance(ts.MkAbs(args[1]), []byte(strings.TrimSpace(ts.ReadFile(args[0]))))
 	ts.Check(err)
 	ts.Check(os.WriteFile(ts.MkAbs(args[2]), request, 0o644))
+}
+
+// mistype puts a folder into a repository that holds nothing else of it, with one file under another media type: mistype
+// DIR REF FILE TYPE
+func mistype(ts *testscript.TestScript, _ bool, args []string) {
+	ctx := context.Background()
+	ref, err := client.ParseReference(args[1])
+	ts.Check(err)
+	c, err := client.New(ref.Host, client.Options{})
+	ts.Check(err)
+	defer c.Close()
+	pushed, err := transfer.Push(ctx, c, ts.MkAbs(args[0]), ref, transfer.PushOptions{})
+	ts.Check(err)
+	m, err := c.Manifest(ctx, ref.Repo, ref.Tag)
+	ts.Check(err)
+	var doc v1.Manifest
+	ts.Check(json.Unmarshal(m.Bytes, &doc))
+	for i, l := range doc.Layers {
+		if name, err := api.LayerName(l.Annotations); err == nil && name == args[2] {
+			doc.Layers[i].MediaType = args[3]
+		}
+	}
+	b, err := json.Marshal(doc)
+	ts.Check(err)
+	_, err = c.PutManifest(ctx, ref.Repo, ref.Tag, m.MediaType, b)
+	ts.Check(err)
+	req, err := http.NewRequest(http.MethodDelete, "http://"+ref.Host+api.PathManifest(ref.Repo, pushed.Digest.String()), nil)
+	ts.Check(err)
+	resp, err := http.DefaultClient.Do(req)
+	ts.Check(err)
+	ts.Check(resp.Body.Close())
+	if resp.StatusCode != http.StatusAccepted {
+		ts.Fatalf("delete %s: %s", pushed.Digest, resp.Status)
+	}
 }

@@ -75,7 +75,7 @@ func parseSource(arg, registry, repo string) (s source, err error) {
 	if is {
 		s = source{host: registry, repo: repo, aggregate: a}
 		if err == nil && repo != "" {
-			err = api.CheckRepo(repo)
+			err = transfer.CheckPlace(repo)
 		}
 	} else {
 		s.ref, err = client.ParseReference(arg)
@@ -94,7 +94,9 @@ func parseSource(arg, registry, repo string) (s source, err error) {
 // tag stands for something else, and the plan then goes without it.
 func (s source) resolve(ctx context.Context, c *client.Client, note func(string)) (transfer.Plan, error) {
 	if !s.aggregate.IsZero() {
-		return transfer.ResolveAggregate(ctx, c, s.aggregate, s.repo)
+		plan, err := transfer.ResolveAggregate(ctx, c, s.aggregate, s.repo)
+		notePassed(plan, note)
+		return plan, err
 	}
 	plan, err := transfer.Resolve(ctx, c, s.ref)
 	if err != nil || s.ref.Tag == "" || s.ref.Digest.IsZero() {
@@ -113,6 +115,13 @@ func (s source) resolve(ctx context.Context, c *client.Client, note func(string)
 	return plan, nil
 }
 
+// notePassed says where artifacts of the same base were passed over.
+func notePassed(plan transfer.Plan, note func(string)) {
+	if plan.Passed != nil {
+		note(fmt.Sprintf("%s is taken: another artifact of that base was passed over (%v)", plan.Reference(), plan.Passed))
+	}
+}
+
 // choose names what there is to choose from.
 func choose(e *transfer.PackagingsError) string {
 	var repos []string
@@ -121,7 +130,12 @@ func choose(e *transfer.PackagingsError) string {
 			repos = append(repos, p.Repository)
 		}
 	}
-	return "choose one with --repo (" + strings.Join(repos, ", ") + "), or pull it by its digest; each is listed above"
+	one := fmt.Sprintf("--repo %s@%s", e.Plans[0].Repository, e.Plans[0].Manifest)
+	if len(repos) == 1 {
+		return fmt.Sprintf("all are in one repository: choose one as %s, or by a tag, --repo %s:TAG; each is listed above", one,
+			repos[0])
+	}
+	return "choose one with --repo (" + strings.Join(repos, ", ") + "), or as " + one + "; each is listed above"
 }
 
 const unknownBase = "check the aggregate (kiln-push identify DIR prints that of a folder) and which registry is " +
@@ -151,7 +165,7 @@ func explain(err error) error {
 		code, hint = cli.CodeUsage, "name a folder that is not there yet"
 	case errors.Is(err, transfer.ErrNoTag):
 		code, hint = cli.CodeUsage, "add :TAG or @sha256:…"
-	case errors.Is(err, transfer.ErrListing):
+	case errors.Is(err, client.ErrListing):
 		code, hint = cli.CodeUnreachable, "the registry is at fault; a REF names one artifact of it"
 	case errors.Is(err, transfer.ErrArtifact), errors.Is(err, staging.ErrCollides):
 		code = cli.CodeBadInput

@@ -75,7 +75,8 @@ func pullCommand() *cobra.Command {
 	}
 	f.Bind(cmd)
 	cmd.Flags().StringVar(&f.registry, "registry", cli.Registry(), "where an AGGREGATE is asked for")
-	cmd.Flags().StringVar(&f.repo, "repo", "", "the repository from which an AGGREGATE, or the base of --with-base, is pulled")
+	cmd.Flags().StringVar(&f.repo, "repo", "", "the repository, or REPOSITORY:TAG or REPOSITORY@DIGEST, from which an\n"+
+		"AGGREGATE, or the base of --with-base, is pulled")
 	cmd.Flags().IntVar(&f.options.Jobs, "jobs", 8, "files, or parts of a file, received at a time, at most")
 	f.sources.Bind(cmd)
 	caching.Bind(cmd, &f.cache)
@@ -97,7 +98,7 @@ func (f *pullFlags) checkRepo() error {
 	if f.baseRepo == "" {
 		return nil
 	}
-	return cli.Exit(cli.CodeUsage, api.CheckRepo(f.baseRepo))
+	return cli.Exit(cli.CodeUsage, transfer.CheckPlace(f.baseRepo))
 }
 
 func (f *pullFlags) pull(ctx context.Context, s source, dir string, stdout, stderr io.Writer) error {
@@ -124,11 +125,8 @@ func (f *pullFlags) pull(ctx context.Context, s source, dir string, stdout, stde
 	}
 	all, err := f.transfer(ctx, c, s, dir, show)
 	show.Close()
-	var packagings *transfer.PackagingsError
-	if errors.As(err, &packagings) {
-		writePackagings(stderr, packagings)
-	}
 	if err != nil {
+		listPackagings(stderr, err)
 		return err
 	}
 	for _, p := range all {
@@ -174,7 +172,11 @@ func (f *pullFlags) transfer(ctx context.Context, c *client.Client, s source, di
 	}
 	o := f.options
 	o.Replace = false // which is said of DIR alone
-	if done, err = f.fetch(ctx, c, *base, f.withBase, o, show); err != nil {
+	done, err = f.fetch(ctx, c, *base, f.withBase, o, show)
+	if errors.Is(err, transfer.ErrOccupied) && f.holds(ctx, *from, show) {
+		return all, nil
+	}
+	if err != nil {
 		return nil, fmt.Errorf("%s is pulled; its base is not: %w", dir, err)
 	}
 	return append(all, pulled{*base, done, nil}), nil
@@ -296,8 +298,12 @@ func (p pulledJSON) cached() string {
 	return fmt.Sprintf(", %s cached (%s), %s copied", files(p.Cached), cli.Bytes(p.FromCache), cli.Bytes(p.Copied))
 }
 
-// writePackagings lists the choice and what it is about.
-func writePackagings(w io.Writer, e *transfer.PackagingsError) {
+// listPackagings lists the choice and what it is about, where an error asks for one.
+func listPackagings(w io.Writer, err error) {
+	var e *transfer.PackagingsError
+	if !errors.As(err, &e) {
+		return
+	}
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
 	for i, p := range e.Plans {
 		fmt.Fprintf(t, "%c\t%s\n", 'A'+i, p.Reference())

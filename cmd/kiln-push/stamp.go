@@ -4,6 +4,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"strings"
 
 	"github.com/spf13/cobra"
 
@@ -46,7 +47,8 @@ func stampCommand() *cobra.Command {
 	flags.Bind(cmd)
 	cmd.Flags().StringVar(&base, "base", "", "the base that it was made from: its folder, its REF or its aggregate")
 	cmd.Flags().StringVar(&registry, "registry", cli.Registry(), "where the shards of an aggregate are asked for")
-	cmd.Flags().StringVar(&repo, "repo", "", "the repository whose file names of an aggregate are meant")
+	cmd.Flags().StringVar(&repo, "repo", "", "the repository, or REPOSITORY:TAG or REPOSITORY@DIGEST, whose file names of an\n"+
+		"aggregate are meant")
 	cmd.Flags().StringVar(&o.Name, "name", "", "name of the adapter (that of its folder)")
 	cmd.Flags().BoolVar(&o.Force, "force", false, "write the manifest of an adapter anew, whatever it says")
 	cmd.Flags().BoolVar(&o.FollowLinks, "follow-links", false, "read the files behind links, as in a Hugging Face cache")
@@ -69,14 +71,16 @@ func stamp(cmd *cobra.Command, flags *cli.Flags, path, base string, at place, o 
 	if named && at.repo != "" {
 		return s, cli.Usagef("--repo goes with a --base that is an AGGREGATE; %.200q says itself what is meant", base)
 	}
-	if err := b.Learn(ctx, at.registry, at.repo, dial); err != nil {
+	several, err := b.Learn(ctx, at.registry, at.repo, dial)
+	if err != nil {
 		return s, err
 	}
 	o.Watch = show.Watch
 	s, err = artifact.Stamp(ctx, path, *b.Manifest, o)
-	if err == nil && !named && at.repo == "" {
+	if err == nil && several {
 		s.Warnings = append(s.Warnings, artifact.Warning{Code: artifact.WarnNames, Message: "the names of the base's files are " +
-			"those of the newest that " + at.registry + " holds: --repo, or a REF, says which are meant"})
+			"those of the newest that " + strings.TrimSuffix(at.registry+" holds in "+at.repo, " in ") +
+			": a REF, or --repo, as REPOSITORY:TAG too, says which are meant"})
 	}
 	return s, err
 }

@@ -139,7 +139,7 @@ const maxRepos = 8
 // from then on what that holds. The errors are those of client.Client.
 func (b *Base) Locate(ctx context.Context, c *client.Client) (repos []string, err error) {
 	var newest api.Held
-	for page, err := range transfer.Pages(ctx, c, b.Aggregate) {
+	for page, err := range c.BasePages(ctx, b.Aggregate) {
 		if errors.Is(err, api.ErrAggregateUnknown) {
 			return nil, nil
 		}
@@ -170,32 +170,39 @@ func (b *Base) Locate(ctx context.Context, c *client.Client) (repos []string, er
 }
 
 // Learn asks a registry for the full manifest of a base of which only the aggregate is known, with the file names that it
-// has in one repository or, if that is empty, in its newest packaging. api.ErrAggregateUnknown; an *Error if b is no base.
-func (b *Base) Learn(ctx context.Context, registry, repo string, dial transfer.Dial) error {
+// has in one repository, or as one artifact there, or, if that is empty, in its newest packaging. several says that
+// packagings there call its files by other names, or may; the newest is taken. api.ErrAggregateUnknown; an *Error if b is
+// no base.
+func (b *Base) Learn(ctx context.Context, registry, repo string, dial transfer.Dial) (several bool, err error) {
 	if b.Aggregate.IsZero() {
-		return &Error{Code: CodeNoBase, Msg: b.Name + " is no base", Hint: "name the folder or the reference of a base"}
+		return false, &Error{Code: CodeNoBase, Msg: b.Name + " is no base", Hint: "name the folder or the reference of a base"}
 	}
 	if b.Manifest != nil {
-		return nil
+		return false, nil
 	}
 	c, err := dial(registry, true)
 	if err != nil {
-		return err
+		return false, err
 	}
 	defer c.Close()
 	var m identity.Manifest
 	if repo == "" {
 		m, err = c.BaseManifest(ctx, b.Aggregate)
+		several = true
 	} else {
 		var plan transfer.Plan
 		plan, err = transfer.ResolveAggregate(ctx, c, b.Aggregate, repo)
+		if e, ok := errors.AsType[*transfer.PackagingsError](err); ok {
+			newest, alike := e.Shards()
+			plan, several, err = newest, !alike, nil
+		}
 		m = plan.Base
 	}
 	if err != nil {
-		return fmt.Errorf("shards of base %s: %w", b.Aggregate, err)
+		return false, fmt.Errorf("shards of base %s: %w", b.Aggregate, err)
 	}
 	b.Manifest = &m
-	return nil
+	return several, nil
 }
 
 // findReference finds what a reference names, and says why that is no base, if it is none.

@@ -10,7 +10,6 @@ import (
 	"github.com/kiln-registry/kiln-registry/api/client"
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/identity/documents"
-	"github.com/kiln-registry/kiln-registry/transfer"
 	"github.com/kiln-registry/kiln-registry/transfer/folder"
 )
 
@@ -30,7 +29,7 @@ func (a *Artifact) Said(ctx context.Context, c *client.Client, repo string, abou
 		return identity.Digest{}, nil
 	}
 	pages, binds := 0, 0
-	for page, err := range transfer.LineagePages(ctx, c, about, repo) {
+	for page, err := range c.LineagePages(ctx, about, repo) {
 		var answered *client.StatusError
 		switch {
 		case errors.As(err, &answered), errors.Is(err, api.ErrManifestUnknown), errors.Is(err, client.ErrNotBlob):

@@ -11,6 +11,7 @@ import (
 	"github.com/kiln-registry/kiln-registry/api"
 	"github.com/kiln-registry/kiln-registry/api/client"
 	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/identity/documents"
 	"github.com/kiln-registry/kiln-registry/identity/safetensors"
 	"github.com/kiln-registry/kiln-registry/transfer"
 	"github.com/kiln-registry/kiln-registry/transfer/staging"
@@ -27,6 +28,9 @@ var ErrNoBase = errors.New("records no base")
 // ErrDisputed: statements alone name the base of the artifact, and they name several.
 var ErrDisputed = errors.New("it can't be told which base it was made from")
 
+// ErrSeveral: the artifact has outcome rows of several bases.
+var ErrSeveral = errors.New("it was made from several bases")
+
 // Names says under which names the shards of a base come.
 type Names string
 
@@ -39,27 +43,30 @@ const (
 
 // FindBase finds, in the registry that holds an artifact, the base that it was made from: the manifest that it refers
 // to, else one whose shards are called as its documents record, else any; in one repository or, if repo is empty, in
-// all. The names that were recorded are restored where no shard index says others. The errors are ErrNoBase, ErrDisputed
-// and those of transfer.ResolveAggregate.
+// all; repo may also name one artifact, as repository:tag or repository@digest. The names that were recorded are
+// restored where no shard index says others. The errors are ErrNoBase, ErrDisputed, ErrSeveral and those of
+// transfer.ResolveAggregate.
 func FindBase(ctx context.Context, c *client.Client, a Artifact, plan transfer.Plan, repo string) (
 	base transfer.Plan, names Names, err error,
 ) {
 	is := a.Aggregate()
-	if a.Disputed != "" {
+	switch several := a.Bases(); {
+	case a.Disputed != "":
 		return base, "", fmt.Errorf("%s: %w: %s", a.Reference, ErrDisputed, a.Disputed)
-	}
-	if is.IsZero() {
+	case len(several) > 1:
+		return base, "", fmt.Errorf("%s: %w: %s", a.Reference, ErrSeveral, listed(several))
+	case is.IsZero():
 		return base, "", fmt.Errorf("%s: %w", a.Reference, ErrNoBase)
 	}
-	want := a.Binding().Manifest.Shards
+	want := a.Binding().Manifest
 	if !plan.Subject.IsZero() && (repo == "" || repo == plan.Repository) {
 		h := api.Held{Repository: plan.Repository, Digest: plan.Subject}
 		base, err = transfer.ResolveHeld(ctx, c, is, h)
-		if err == nil && called(base, want) {
+		if err == nil && Called(base.Base, want) {
 			return base, NamesHeld, nil
 		}
 	}
-	if len(want) > 0 {
+	if len(want.Shards) > 0 && !strings.ContainsAny(repo, ":@") {
 		plans, err := calledSo(ctx, c, is, want, repo)
 		if err != nil {
 			return base, "", err
@@ -73,10 +80,10 @@ func FindBase(ctx context.Context, c *client.Client, a Artifact, plan transfer.P
 	if base, err = transfer.ResolveAggregate(ctx, c, is, repo); err != nil {
 		return base, "", err
 	}
-	if called(base, want) {
+	if Called(base.Base, want) {
 		return base, NamesHeld, nil
 	}
-	if named, ok := rename(base, a.Binding().Manifest); ok {
+	if named, ok := rename(base, want); ok {
 		return named, NamesRestored, nil
 	}
 	return base, NamesOther, nil
@@ -131,21 +138,30 @@ func twice(files []staging.File) bool {
 	return len(slices.CompactFunc(slices.Clone(files), same)) < len(files)
 }
 
-// called says whether the shards of a base have the names that were recorded.
-func called(base transfer.Plan, want []identity.Shard) bool {
-	return len(want) == 0 || slices.Equal(base.Base.Shards, want)
+// listed names bases for people.
+func listed(all []documents.Binding) string {
+	var names []string
+	for _, b := range all {
+		names = append(names, b.Aggregate.String())
+	}
+	return strings.Join(names, ", ")
+}
+
+// Called says whether the shards of a base have the names that were recorded, if any were: want is zero then.
+func Called(base, want identity.Manifest) bool {
+	return len(want.Shards) == 0 || slices.Equal(base.Shards, want.Shards)
 }
 
 // calledSo returns the bases whose shards have the names that were recorded, one of each packaging, the newest first.
 func calledSo(
-	ctx context.Context, c *client.Client, a identity.Aggregate, want []identity.Shard, repo string,
+	ctx context.Context, c *client.Client, a identity.Aggregate, want identity.Manifest, repo string,
 ) ([]transfer.Plan, error) {
 	type candidate struct {
 		packaging identity.Digest
 		held      api.Held
 	}
 	var all []candidate
-	for page, err := range transfer.Pages(ctx, c, a) {
+	for page, err := range c.BasePages(ctx, a) {
 		if err != nil {
 			return nil, fmt.Errorf("resolve base %s: %w", a, err)
 		}
@@ -163,18 +179,29 @@ func calledSo(
 	}
 	var plans []transfer.Plan
 	found := map[identity.Digest]bool{} // packagings
+	var passed error
 	for _, x := range all {
 		if found[x.packaging] {
 			continue
 		}
 		p, err := transfer.ResolveHeld(ctx, c, a, x.held)
-		if err != nil {
+		switch {
+		case err == nil:
+		case !transfer.Passable(err):
 			return nil, err
+		case passed == nil:
+			passed = err
+			continue
+		default:
+			continue
 		}
-		if called(p, want) {
+		if Called(p.Base, want) {
 			found[x.packaging] = true
 			plans = append(plans, p)
 		}
+	}
+	if len(plans) > 0 {
+		plans[0].Passed = passed
 	}
 	return plans, nil
 }

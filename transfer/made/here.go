@@ -58,14 +58,23 @@ func OpenHere(ctx context.Context, text string, dial transfer.Dial, w transfer.W
 }
 
 // OpenHeld is OpenHere for an aggregate, as a registry holds it in one repository or, if repo is empty, in any: with the
-// names of its shards. The errors are those of transfer.ResolveAggregate.
-func OpenHeld(ctx context.Context, a identity.Aggregate, registry, repo string, dial transfer.Dial) (Here, error) {
+// names of its shards. Packagings that differ in other files do not matter; if they differ in those names too and names
+// says that they are asked about, the error is a *transfer.PackagingsError. The others are those of
+// transfer.ResolveAggregate.
+func OpenHeld(
+	ctx context.Context, a identity.Aggregate, registry, repo string, names bool, dial transfer.Dial,
+) (Here, error) {
 	c, err := dial(registry, true)
 	if err != nil {
 		return Here{}, err
 	}
 	defer c.Close()
 	plan, err := transfer.ResolveAggregate(ctx, c, a, repo)
+	if several, ok := errors.AsType[*transfer.PackagingsError](err); ok {
+		if newest, alike := several.Shards(); alike || !names {
+			plan, err = newest, nil
+		}
+	}
 	if err != nil {
 		return Here{}, err
 	}

@@ -321,3 +321,6 @@ func (a Artifact) Of(base identity.Aggregate) Artifact {
 
 // Aggregate is the base that a says it was made from; zero: it does not record one.
 func (a Artifact) Aggregate() identity.Aggregate { return a.Binding().Aggregate }
+
+// Bases are those that its outcome rows name, in the order of their first rows; none where it is no file of rows.
+func (a Artifact) Bases() []documents.Binding { return a.rows.Bases() }
