@@ -20,6 +20,9 @@ type Facts struct {
 	// later of the two was refused. Nothing binds the artifact to that other base.
 	Conflict *Conflict `json:"conflict,omitempty"`
 	Created  string    `json:"recorded_at,omitempty"`
+	// Packed, of a base: the first 8 layers that are no files as they are, by name or as layers[N]: archives, what is
+	// compressed, what has no name.
+	Packed []string `json:"packed,omitempty"`
 
 	Adapter    *AdapterFacts    `json:"adapter,omitempty"`
 	Checkpoint *CheckpointFacts `json:"checkpoint,omitempty"`

@@ -127,6 +127,8 @@ type Base struct {
 type Packaging struct {
 	ID        identity.Digest `json:"id"`        // over the names and digests of those files
 	Manifests []Held          `json:"manifests"` // repository by repository, newest first in each
+	// Packed is Facts.Packed of these manifests: where it is not empty they can't be pulled into a folder as they are.
+	Packed []string `json:"packed,omitempty"`
 }
 
 // Held is one manifest in one repository.

@@ -150,7 +150,7 @@ func (r *Registry) Base(
 		i, ok := at[rec.Packaging]
 		if !ok {
 			i, at[rec.Packaging] = len(base.Packagings), len(base.Packagings)
-			base.Packagings = append(base.Packagings, api.Packaging{ID: rec.Packaging})
+			base.Packagings = append(base.Packagings, api.Packaging{ID: rec.Packaging, Packed: packedOf(rec)})
 		}
 		base.Identity, base.Packagings[i].Manifests = summary(rec), append(base.Packagings[i].Manifests, held)
 		found, last, one = found+1, index.Cursor(q, rec), rec
@@ -166,6 +166,15 @@ func (r *Registry) Base(
 		base.UnavailableShards, err = r.unavailableShards(ctx, one, bad)
 	}
 	return base, err
+}
+
+// packedOf returns the layers of a base that are no files as they are.
+func packedOf(base index.Record) []string {
+	var f api.Facts
+	if len(base.Facts) == 0 || json.Unmarshal(base.Facts, &f) != nil { // which the registry wrote
+		return nil
+	}
+	return f.Packed
 }
 
 func (r *Registry) held(ctx context.Context, rec index.Record) (api.Held, error) {

@@ -4,10 +4,12 @@ import (
 	"bytes"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"io/fs"
 	"maps"
 	"os"
 	"path/filepath"
+	"slices"
 	"testing"
 
 	v1 "github.com/opencontainers/image-spec/specs-go/v1"
@@ -155,5 +157,39 @@ func TestDisagreementIsRefused(t *testing.T) {
 	s.want(404, "GET", api.PathManifest("team/model", "sql"), nil)
 	if list := get[api.ArtifactList](s, api.PathArtifacts(b)+"?kind=adapter"); len(list.Artifacts) > 0 {
 		t.Errorf("%+v", list)
+	}
+}
+
+// A manifest of the same files, of which it packs one, is another packaging and says so, also in an index that is made
+// anew: whoever takes the newest of each packaging need not take it.
+func TestPackedPackaging(t *testing.T) {
+	s := newServer(t)
+	shard := s.layer("team/model", api.MediaTypeWeight, "model.safetensors", safetensors("1"))
+	var all []identity.Digest
+	for i, mediaType := range []string{"application/json", "application/vnd.x+zstd", "application/octet-stream"} {
+		config := s.layer("team/model", mediaType, "config.json", []byte("{}"))
+		all = append(all, s.made("team/model", fmt.Sprint("v", i), api.ArtifactTypeBase, []desc{shard, config}, nil))
+	}
+	for range 2 {
+		list := get[api.BaseList](s, api.PathBases)
+		base := get[api.Base](s, api.PathBase(list.Bases[0].Aggregate))
+		got := map[identity.Digest]api.Packaging{}
+		for _, p := range base.Packagings {
+			for _, m := range p.Manifests {
+				got[m.Digest] = p
+			}
+		}
+		plain, packed := got[all[0]], got[all[1]]
+		if len(base.Packagings) != 2 || plain.ID != got[all[2]].ID || len(plain.Packed) > 0 ||
+			!slices.Equal(packed.Packed, []string{"config.json"}) {
+			t.Errorf("%+v", base)
+		}
+		if l := get[api.Lineage](s, api.PathLineage(all[1])); l.Artifact.Facts == nil ||
+			!slices.Equal(l.Artifact.Facts.Packed, packed.Packed) {
+			t.Errorf("%+v", l)
+		}
+		if err := s.reg.Reindex(t.Context()); err != nil {
+			t.Fatal(err)
+		}
 	}
 }

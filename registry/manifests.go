@@ -310,7 +310,7 @@ func (r *Registry) checkKept(ctx context.Context, repo string, d identity.Digest
 // have come back.
 func sameFinding(a, b index.Record) bool {
 	return a.Kind == b.Kind && a.State == b.State && a.Aggregate == b.Aggregate && a.Evidence == b.Evidence &&
-		bytes.Equal(a.Facts, b.Facts)
+		a.Packaging == b.Packaging && bytes.Equal(a.Facts, b.Facts)
 }
 
 // change makes a change of one repository: durable in the store first, then in the index. It is a part of decide.

@@ -84,6 +84,12 @@ func Classify(ctx context.Context, blobs Blobs, m Manifest) (Artifact, error) {
 	if a.Kind, err = kindOf(m, files); err != nil {
 		return a, err
 	}
+	switch a.Kind {
+	case api.KindEval, api.KindReceipt, api.KindStatement:
+		if err := files.checkSole(a.Kind, m.Layers); err != nil {
+			return a, err
+		}
+	}
 	if readers[a.Kind] != nil {
 		return a, a.readDocuments(ctx, blobs, m, files)
 	}
@@ -230,12 +236,12 @@ func findFiles(layers []Descriptor) (files, error) {
 func isRaw(d Descriptor, name string) bool {
 	mediaType := essence(d.MediaType)
 	switch {
-	case d.nondistributable(): // whether or not its blob is somewhere in the store
+	case !d.plain():
 		return false
+	case mediaType == v1.MediaTypeImageLayer:
+		return name != ""
 	case strings.HasSuffix(mediaType, ".raw"):
 		return true
-	case mediaType == v1.MediaTypeImageLayer:
-		return name != "" && d.Annotations[api.AnnotationOrasUnpack] != "true"
 	}
 	switch mediaType {
 	case "application/octet-stream", "application/vnd.docker.ai.safetensors",
@@ -271,7 +277,7 @@ func (a *Artifact) selectShards(ctx context.Context, blobs Blobs, m Manifest, al
 		return nil
 	}
 	a.Kind, a.State = api.KindBase, chosen.state
-	a.Packaging = packaging(all, chosen.layers)
+	a.Packaging, a.Facts.Packed = packaging(m.Layers, chosen.layers), packed(m.Layers)
 	if a.State != api.ContentDirect {
 		return nil
 	}
@@ -385,14 +391,35 @@ func looksRight(ctx context.Context, blobs Blobs, f file) (bool, error) {
 }
 
 // packaging hashes the names and digests of the files beside the shards, which are layers. The shard index is no such
-// file: it only repeats how the shards are called.
-func packaging(all files, shards []bool) identity.Digest {
+// file: it only repeats how the shards are called. Of a layer that is no file as it is, the type counts, too: whoever
+// packs a file makes another packaging, and whoever adds what has no name.
+func packaging(layers []Descriptor, shards []bool) identity.Digest {
 	var lines []string
-	for _, f := range all {
-		if !shards[f.at] && f.name != indexName {
-			lines = append(lines, f.name+"\x00"+f.Digest.String()+"\n")
+	for i, d := range layers {
+		name := d.Name()
+		switch {
+		case shards[i], name == indexName, name == "" && d.MediaType == v1.MediaTypeEmptyJSON:
+		case name == "", !d.plain():
+			lines = append(lines, name+"\x00"+d.Digest.String()+"\x00"+essence(d.MediaType)+"\n")
+		default:
+			lines = append(lines, name+"\x00"+d.Digest.String()+"\n")
 		}
 	}
 	slices.Sort(lines)
 	return identity.Sum([]byte("kiln.packaging.v1\x00" + strings.Join(lines, "")))
+}
+
+// packed returns the first layers that are no files as they are: by name, without one by their place.
+func packed(layers []Descriptor) (names []string) {
+	for i, d := range layers {
+		name := d.Name()
+		switch {
+		case len(names) == maxPacked || name == "" && d.MediaType == v1.MediaTypeEmptyJSON:
+		case name == "":
+			names = append(names, fmt.Sprintf("layers[%d]", i))
+		case !d.plain():
+			names = append(names, label(name))
+		}
+	}
+	return names
 }

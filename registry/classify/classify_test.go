@@ -292,6 +292,50 @@ func TestPackagingLeavesShardNamesOut(t *testing.T) {
 	}
 }
 
+// Whoever packs a file of a base, or adds a layer without a name, makes another packaging, which says what it is.
+func TestPackedPackagings(t *testing.T) {
+	const name = "tokenizer.json"
+	seen := map[identity.Digest]string{}
+	with := func(mediaType, name string, notes map[string]string) (packaging identity.Digest, packed []string) {
+		t.Helper()
+		s := blobs{}
+		a, err := s.classify(t, s.manifest("", nil, layer{raw, "a.safetensors", tensors("1"), nil},
+			layer{mediaType, name, []byte("{}"), notes}))
+		if err != nil || a.State != api.ContentDirect {
+			t.Fatalf("%+v, %v", a, err)
+		}
+		return a.Packaging, a.Facts.Packed
+	}
+	plain, packed := with(config, name, nil)
+	if len(packed) > 0 {
+		t.Error(packed)
+	}
+	for _, mediaType := range []string{"application/json", raw, tarred, "application/octet-stream"} {
+		if id, packed := with(mediaType, name, nil); id != plain || len(packed) > 0 {
+			t.Errorf("%s: another packaging, %q", mediaType, packed)
+		}
+	}
+	seen[plain] = "as it is"
+	unpack := map[string]string{api.AnnotationOrasUnpack: "true", api.AnnotationFilepath: name}
+	for _, c := range []struct {
+		mediaType, name, packed string
+		notes                   map[string]string
+	}{
+		{"application/vnd.x+zstd", name, name, nil}, {"application/json;+gzip", name, name, nil},
+		{gzip, name, name, nil}, {tarred, "", name, unpack}, {config, "", "layers[1]", nil}, {tarred, "", "layers[1]", nil},
+		{"application/vnd.kitops.modelkit.docs.v1.raw", name, name, nil},
+	} {
+		id, packed := with(c.mediaType, c.name, c.notes)
+		if was := seen[id]; was != "" || len(packed) != 1 || packed[0] != c.packed {
+			t.Errorf("%+v: %q, %v", c, was, packed)
+		}
+		seen[id] = c.mediaType
+	}
+	if _, packed := with("application/vnd.oci.empty.v1+json", "", nil); len(packed) > 0 {
+		t.Error(packed)
+	}
+}
+
 func TestUnreadableBlobIsNoVerdict(t *testing.T) {
 	s := blobs{}
 	body := s.manifest("", nil, layer{raw, "model.safetensors", tensors("1"), nil})

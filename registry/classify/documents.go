@@ -9,6 +9,8 @@ import (
 	"slices"
 	"strings"
 
+	v1 "github.com/opencontainers/image-spec/specs-go/v1"
+
 	"github.com/kiln-registry/kiln-registry/api"
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/identity/documents"
@@ -134,27 +136,15 @@ func refused(name string, err error) error {
 	})
 }
 
-// plain says whether the blob of a layer may be the file itself, byte for byte: whatever its type says, as long as that
-// is no archive and no compression. Clients call single documents what they like.
-func (f file) plain() bool {
-	return f.raw || !f.nondistributable() && !isArchive(f.Descriptor) && !isEncoded(f.MediaType)
-}
-
-// encodings are the words of a media type that say that something is packed, and not there byte for byte.
-var encodings = []string{
-	"gzip", "zstd", "zip", "xz", "tar", "gtar", "bzip", "bzip2", "bz2", "lz4", "lzma", "lzip", "brotli", "compress",
-	"compressed", "7z", "rar", "encrypted",
-}
-
-// isEncoded says whether a media type has a word for an encoding: application/x-gzip, application/json+gzip.
-func isEncoded(mediaType string) bool {
-	between := func(c rune) bool { return strings.ContainsRune("/.+-", c) }
-	for word := range strings.FieldsFuncSeq(essence(mediaType), between) {
-		if slices.Contains(encodings, word) {
-			return true
-		}
+// plain says whether the blob of a named layer may be the file itself, byte for byte: whatever its type says, as long as
+// that is no archive and no compression. Clients call single documents what they like, and oras any file a tar.
+func (d Descriptor) plain() bool {
+	switch {
+	case d.nondistributable(), d.Annotations[api.AnnotationOrasUnpack] == "true",
+		strings.HasPrefix(essence(d.MediaType), "application/vnd.kitops."):
+		return false
 	}
-	return false
+	return d.MediaType == v1.MediaTypeImageLayer || !api.Encoded(d.MediaType)
 }
 
 // essence is a media type as it is compared: in lower case, without parameters.
@@ -163,16 +153,52 @@ func essence(mediaType string) string {
 	return strings.ToLower(strings.TrimSpace(t))
 }
 
+// checkPlain refuses a file whose layer says that it is packed, or is elsewhere. A file that is not there passes.
+func (f files) checkPlain(name string) error {
+	d, ok := f[name]
+	if !ok || d.plain() {
+		return nil
+	}
+	return api.Errorf(api.CodeManifestInvalid, "layers[%d]: %s is of media type %.120q, by which it can't be read: push it "+
+		"as it is, as application/octet-stream", d.at, name, d.MediaType).With(
+		api.BadDocument{Reason: api.CodeDocumentInvalid, File: name, Rule: documents.RuleFileKind})
+}
+
+// checkSole refuses an artifact of a kind that is one document if it has others, in folders as well, or a layer that
+// can't be read: clients would find another document than is found here, or none.
+func (f files) checkSole(kind api.Kind, layers []Descriptor) error {
+	var texts []string
+	for i, d := range layers {
+		name := d.Name()
+		switch {
+		case d.MediaType == v1.MediaTypeEmptyJSON:
+			continue
+		case name == "":
+			return api.Errorf(api.CodeManifestInvalid, "layers[%d]: a file of an artifact of kind %s has a name, and this "+
+				"one of media type %.120q has none", i, kind, d.MediaType)
+		case slices.Contains([]string{".json", rowsExt}, path.Ext(name)):
+			texts = append(texts, name)
+		}
+		if err := f.checkPlain(name); err != nil {
+			return err
+		}
+	}
+	if len(texts) < 2 {
+		return nil // that there is one is found by its reader
+	}
+	slices.Sort(texts)
+	return api.Errorf(api.CodeManifestInvalid, "an artifact of kind %s is one document, and this has %d: %.300q", kind,
+		len(texts), texts).With(api.BadDocument{Reason: api.CodeDocumentInvalid, Rule: documents.RuleFileExtra})
+}
+
 // checkPacked refuses a document under a name of Kiln's whose layer says that it is packed, or is elsewhere: clients take
 // a layer with a name as the file itself, and would find another artifact than is found here.
 func (f files) checkPacked() error {
 	for _, name := range []string{
 		documents.AdapterManifestFile, documents.AdapterConfigFile, documents.CheckpointFile, documents.ReceiptFile,
 	} {
-		if d, ok := f[name]; ok && !d.plain() {
-			return api.Errorf(api.CodeManifestInvalid, "layers[%d]: %s is of media type %.120q, by which it can't be read: "+
-				"push it as it is, as application/octet-stream", d.at, name, d.MediaType).With(
-				api.BadDocument{Reason: api.CodeDocumentInvalid, File: name, Rule: documents.RuleFileKind})
+		if err := f.checkPlain(name); err != nil {
+			return err
 		}
 	}
 	return nil

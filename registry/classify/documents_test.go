@@ -303,9 +303,7 @@ func TestDisagreements(t *testing.T) {
 		"receipt with an adapter manifest": {artifactType: api.ArtifactTypeReceipt, layers: append(
 			doc("train_receipt.json", otherReceipt), slices.DeleteFunc(slices.Clone(adapter), func(l layer) bool {
 				return l.name != "adapter_manifest.json"
-			})...), detail: api.Conflict{Reason: ofBase, Claimed: a, Derived: b,
-			ClaimedAt: "adapter_manifest.json $.base_weight_shard_manifest",
-			DerivedAt: "train_receipt.json $.model.base_weight_shard_manifest"}},
+			})...), detail: api.BadDocument{Reason: ofDocument, Rule: "file-extra"}},
 		"adapter with a checkpoint manifest": {artifactType: api.ArtifactTypeAdapter, layers: append(
 			without(adapterOf(t, other), ""), slices.DeleteFunc(slices.Clone(checkpoint), func(l layer) bool {
 				return l.name != "checkpoint_manifest.json"
@@ -340,7 +338,7 @@ func TestDisagreements(t *testing.T) {
 			Rule: "file-missing"}},
 		"two evals": {artifactType: api.ArtifactTypeEval, layers: append(doc("a.json", testartifact.Eval("a", "", base)),
 			doc("b.json", testartifact.Eval("b", "", base))...), detail: api.BadDocument{Reason: ofDocument,
-			Rule: "file-missing"}},
+			Rule: "file-extra"}},
 		"eval of version 1": {artifactType: api.ArtifactTypeEval, layers: doc("a.json", bytes.Replace(
 			testartifact.Eval("a", "", base), []byte(`"schema_version":2`), []byte(`"schema_version":1`), 1)),
 			detail: api.BadDocument{Reason: ofDocument, File: "a.json", Path: "$.schema_version", Rule: "schema-version"}},

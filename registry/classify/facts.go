@@ -17,6 +17,7 @@ const (
 	maxLabel  = 255      // bytes of a name
 	maxWords  = 512      // bytes of a text
 	maxListed = 32       // texts of a list
+	maxPacked = 8        // names of layers that are packed
 	maxLinks  = 256
 )
 

@@ -12,7 +12,7 @@ import (
 
 // Rules numbers the rules of Classify. It is raised when they find something else in the same manifest and blobs: what
 // was found by earlier ones is found again then, as far as the blobs are still there.
-const Rules = 4
+const Rules = 5
 
 // Finding is what was found of a manifest when it was put. It is kept beside the manifest, as what it rests on, the
 // blobs and the manifest of the subject, may be gone or damaged by the time that it is needed again.

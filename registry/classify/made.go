@@ -28,11 +28,16 @@ func (m *made) adapter() error {
 	if err := m.adapterConfig(names.Config, facts); err != nil {
 		return err
 	}
-	sums := m.files.sums()
 	receipt, err := m.adapterReceipt(names.Receipt, facts)
 	if err != nil {
 		return err
 	}
+	if stated != nil || receipt != nil && !receipt.Output.Weights.IsZero() { // which say what the weights are
+		if err := m.files.checkPlain(names.Model); err != nil {
+			return err
+		}
+	}
+	sums := m.files.sums()
 	if stated != nil {
 		if err := stated.CheckFiles(sums); err != nil {
 			return refused(documents.AdapterManifestFile, err)
@@ -215,12 +220,11 @@ func (m *made) checkpoint() error {
 			len(m.layers)-len(m.files), f.name)
 	}
 	var entries []documents.Entry
-	for name, f := range m.files {
-		e := documents.Entry{Path: name, Links: 1, Size: uint64(f.Size), Digest: f.Digest}
-		if !f.plain() {
-			e.Mode = documents.Special
+	for _, d := range m.layers {
+		if err := m.files.checkPlain(d.Name()); err != nil {
+			return err
 		}
-		entries = append(entries, e)
+		entries = append(entries, documents.Entry{Path: d.Name(), Links: 1, Size: uint64(d.Size), Digest: d.Digest})
 	}
 	if err := c.CheckFiles(entries); err != nil {
 		return refused(f.name, err)
