@@ -34,6 +34,9 @@ type EvalRow struct {
 	Run        *EvalRun        `json:"run,omitempty"`
 	Omitted    int             `json:"runs_omitted,omitempty"` // runs of the eval that no row has
 	Binding    Binding         `json:"binding"`
+	// Bindings are all those of the eval where there are several, as in an Artifact: if bind statements make them, it can't
+	// be told which base it used, and Source says so in each.
+	Bindings []Binding `json:"bindings,omitempty"`
 	// Unavailable: the eval is damaged or missing here, and this is what was found when it was pushed.
 	Unavailable bool `json:"document_unavailable,omitempty"`
 	// Manifest is the full manifest of the base as the eval has it, else that of a base of this aggregate that is held

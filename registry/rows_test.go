@@ -47,7 +47,7 @@ func TestRowsOfTwoBases(t *testing.T) {
 						continue
 					}
 					if seen++; row.Rows != c.rows || row.Binding.Aggregate != c.base || row.Manifest == nil ||
-						row.Manifest.Aggregate != c.base {
+						row.Manifest.Aggregate != c.base || len(row.Bindings) != 2 || row.Bindings[1].Aggregate != f.b {
 						t.Errorf("%s", line)
 					}
 				}
@@ -55,6 +55,9 @@ func TestRowsOfTwoBases(t *testing.T) {
 					t.Errorf("%d rows of evals of %s", seen, c.base)
 				}
 				got, answer := f.ask(used("lab/both:v1", &api.Side{Aggregate: c.base}, nil))
+				if c.rows == 0 && !strings.Contains(got.Reasons[0], "(both.jsonl line 1 $.base_weight_shard_manifest)") {
+					t.Error(answer)
+				}
 				if got.Verdict != c.verdict || len(got.Reasons) != 2 || !strings.Contains(got.Reasons[1], c.says) {
 					t.Error(answer)
 				}

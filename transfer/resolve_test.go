@@ -71,6 +71,8 @@ func TestRefusedManifests(t *testing.T) {
 		"image layer":   {layers(typed(v1.MediaTypeImageLayer, "")), "tar archive"},
 		"gzip":          {layers(typed("application/vnd.oci.image.layer.v1.tar+gzip", title)), "compressed"},
 		"docker":        {layers(typed("application/vnd.docker.image.rootfs.diff.tar.gzip", title)), "compressed"},
+		"parameter":     {layers(typed("application/json;+gzip", title)), "compressed"},
+		"upper case":    {layers(typed("application/vnd.x+ZSTD", title)), "compressed"},
 		"packed folder": {layers(typed(v1.MediaTypeImageLayer, title+`,"io.deis.oras.content.unpack":"true"`)), "packed folder"},
 		"kitops":        {layers(typed("application/vnd.kitops.modelkit.model.v1.tar", title)), "archive"},
 		"index":         {`{"schemaVersion":2,"manifests":[{"digest":"sha256:00"}]}`, "index of 1 manifests"},
@@ -102,7 +104,7 @@ func TestForeignNames(t *testing.T) {
 	s := newSite(t)
 	s.answer(layers(
 		typed(v1.MediaTypeImageLayer, `"org.opencontainers.image.title":"model.safetensors"`),
-		typed("application/octet-stream", `"org.cnai.model.filepath":"sub/x.json"`),
+		typed("application/x-gzip", `"org.cnai.model.filepath":"sub/x.json"`),
 		typed("application/vnd.cncf.model.doc.v1.raw", `"org.cncf.model.filepath":"README.md"`),
 		typed(v1.MediaTypeEmptyJSON, ``)))
 	p, err := transfer.Resolve(t.Context(), s.c, client.Reference{Host: s.host, Repo: "m", Tag: "v1"})
@@ -113,7 +115,8 @@ func TestForeignNames(t *testing.T) {
 	for _, f := range p.Files {
 		names = append(names, f.Name)
 	}
-	if got := strings.Join(names, " "); got != "README.md model.safetensors sub/x.json" || p.NoBase != nil {
+	if got := strings.Join(names, " "); got != "README.md model.safetensors sub/x.json" || p.NoBase != nil ||
+		len(p.Encoded) != 1 || p.Encoded[0] != "sub/x.json" {
 		t.Errorf("got %s, %v", got, p.NoBase)
 	}
 }

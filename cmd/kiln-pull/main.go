@@ -220,6 +220,8 @@ func explainMade(err error) error {
 		return explained(err, cli.CodeUsage, "")
 	case errors.As(err, &health) && cli.Code(err) == cli.CodeNotFound:
 		return explained(err, cli.CodeNotFound, "check the address: that of the server alone, or its /health")
+	case errors.Is(err, made.ErrDocuments):
+		return explained(err, cli.CodeBadInput, "kiln-pull pull fetches its files; push the document alone, as it is")
 	case errors.Is(err, made.ErrNotMade), errors.As(err, &other) && other.Want != api.KindBase:
 		return explained(err, cli.CodeUsage,
 			"check-adapter is asked about an adapter, check-eval about an eval, check-resume about a checkpoint")

@@ -40,7 +40,7 @@ func (w words) said() (artifact.Words, error) {
 		}
 		w.by = u.Username
 	}
-	return artifact.Words{By: w.by, Reason: w.reason, At: time.Now().UTC().Format(time.RFC3339)}, nil
+	return artifact.Words{By: w.by, Reason: w.reason, At: time.Now().UTC().Format(time.RFC3339Nano)}, nil
 }
 
 func bindCommand() *cobra.Command {

@@ -142,7 +142,8 @@ func (s subject) bound(asked identity.Aggregate) documents.Binding {
 	}
 	for _, other := range s.bases() {
 		if at := strings.LastIndex(where, " line "); at > 0 && other.Aggregate == asked {
-			b.Aggregate, where = asked, fmt.Sprintf("%s line %d", where[:at], other.Line)
+			_, member, _ := strings.Cut(where[at+len(" line "):], " ")
+			b.Aggregate, where = asked, strings.TrimSpace(fmt.Sprintf("%s line %d %s", where[:at], other.Line, member))
 		}
 	}
 	kind, path, _ := strings.Cut(where, " ")

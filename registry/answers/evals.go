@@ -142,6 +142,13 @@ func (e *evals) of(rec index.Record) (rows []api.EvalRow, err error) {
 	if row.Binding.Held, err = e.holds(e.base); err != nil {
 		return nil, err
 	}
+	all, err := e.bindings(rec)
+	if err != nil {
+		return nil, err
+	}
+	if len(all) > 1 {
+		row.Bindings = all
+	}
 	f, err := facts(rec)
 	if err != nil {
 		return nil, err

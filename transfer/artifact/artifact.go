@@ -373,6 +373,7 @@ const (
 	CodeReceiptNamed  = "receipt_named"    // an adapter manifest names the bytes of the receipt
 	CodeSameBase      = "same_base"        // a base is not derived from itself
 	CodeIsBase        = "is_a_base"        // what a base was named for is one
+	CodeIsStatement   = "is_a_statement"   // what a base was named for is one
 	CodePath          = "path"             // a path is no name of a base where that is looked for in a registry
 	CodeManifest      = "manifest_digest"  // what was given as an aggregate is the digest of a manifest
 	CodeOtherName     = "other_name"       // what is stamped has another name than the one to stamp it with

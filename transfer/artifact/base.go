@@ -232,8 +232,9 @@ func findReference(ctx context.Context, text string, dial transfer.Dial) (b Base
 // Found is a manifest that a registry holds.
 type Found struct {
 	transfer.Subject
-	Name        string            // as it was asked for
-	Annotations map[string]string // what the manifest says; nothing of it was checked here
+	Name         string            // as it was asked for
+	Annotations  map[string]string // what the manifest says; nothing of it was checked here
+	ArtifactType string            // likewise
 }
 
 // FindManifest asks a registry for the manifest that a tag or a digest of a repository names. api.ErrManifestUnknown.
@@ -244,7 +245,8 @@ func FindManifest(ctx context.Context, c *client.Client, ref client.Reference) (
 		return err
 	})
 	var says struct {
-		Annotations map[string]string `json:"annotations"`
+		Annotations  map[string]string `json:"annotations"`
+		ArtifactType string            `json:"artifactType"`
 	}
 	if err == nil {
 		err = json.Unmarshal(m.Bytes, &says)
@@ -254,6 +256,6 @@ func FindManifest(ctx context.Context, c *client.Client, ref client.Reference) (
 	}
 	return Found{
 		Subject: transfer.Subject{MediaType: m.MediaType, Digest: m.Digest, Size: int64(len(m.Bytes))},
-		Name:    ref.String(), Annotations: says.Annotations,
+		Name:    ref.String(), Annotations: says.Annotations, ArtifactType: says.ArtifactType,
 	}, nil
 }

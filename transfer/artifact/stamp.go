@@ -115,7 +115,11 @@ func (a *adapter) stamped(sums map[string]identity.Digest, base identity.Manifes
 func otherBase(err error) error {
 	if e, ok := errors.AsType[*documents.Error](err); ok && e.Rule == documents.RuleBaseConflict {
 		hint := "check --base; of an adapter, --force writes the manifest anew"
-		return &Error{Code: CodeOtherBase, Msg: e.Error(), Hint: hint}
+		msg := e.Msg
+		if e.Said != "" { // two places, of which the one is what it is stamped with
+			msg = fmt.Sprintf("the %s names base %s, and it is to be stamped with %s", e.OtherAt, e.Other, e.Said)
+		}
+		return &Error{Code: CodeOtherBase, Msg: msg, Hint: hint}
 	}
 	return err
 }

@@ -92,14 +92,17 @@ type Words struct {
 }
 
 // Bind is the statement that an artifact was made from base. It belongs into the repository of the artifact, of which
-// it becomes a referrer, and leaves it as it is. An artifact that is a base, or that names another base in its
-// annotations, is an *Error; a statement that breaks a rule is a *documents.Error.
+// it becomes a referrer, and leaves it as it is. An artifact that is a base or a statement, or that names
+// another base in its annotations, is an *Error; a statement that breaks a rule is a *documents.Error.
 func Bind(f Found, base Base, w Words) (*Artifact, error) {
 	said := f.Annotations[api.AnnotationAggregate]
 	switch {
 	case f.Annotations[api.AnnotationKind] == string(api.KindBase):
 		return nil, &Error{Code: CodeIsBase, Msg: f.Name + " is a base itself",
 			Hint: "kiln-push derive says from which one a base was made"}
+	case f.Annotations[api.AnnotationKind] == string(api.KindStatement), f.ArtifactType == api.ArtifactTypeStatement:
+		return nil, &Error{Code: CodeIsStatement, Msg: f.Name + " is a statement, which was made from no base",
+			Hint: "name the artifact that it is about; a wrong statement is withdrawn by deleting its manifest"}
 	case said != "" && said != base.Aggregate.String():
 		return nil, &Error{Code: CodeOtherBase, Msg: fmt.Sprintf("%s names %s in its annotation %s, but --base is %s", f.Name,
 			said, api.AnnotationAggregate, base.Aggregate), Hint: "a statement does not overrule what an artifact says itself"}

@@ -13,6 +13,7 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
+	"path"
 	"slices"
 	"strings"
 
@@ -27,6 +28,9 @@ import (
 
 // ErrNotMade: what was named is not made from a base, or not of the kind that was asked for.
 var ErrNotMade = errors.New("not such an artifact")
+
+// ErrDocuments: an eval or a receipt is not one plain document.
+var ErrDocuments = errors.New("it is not one plain document")
 
 // Artifact is one that was made from a base, as far as it says so itself. It is not changed once it is made.
 type Artifact struct {
@@ -46,6 +50,7 @@ type Artifact struct {
 	manifest *documents.AdapterManifest // of an adapter; nil: there is none
 	receipt  *documents.Receipt         // of an adapter; nil: there is none
 	rows     documents.Outcomes         // of an eval; zero: it is none of rows
+	file     string                     // of these rows; empty: there are none
 }
 
 // Binding is the strongest claim about the base.
@@ -115,6 +120,7 @@ func OpenPath(ctx context.Context, kind api.Kind, path string, w transfer.Watch)
 		a.Record.Binding = read.Base
 	}
 	a.rows = read.Rows
+	a.inFile()
 	a.Weights = read.Digest(a.weightsFile())
 	return a, nil
 }
@@ -127,6 +133,10 @@ func Read(ctx context.Context, c *client.Client, plan transfer.Plan) (Artifact, 
 		names = append(names, f.Name)
 	}
 	p := packed{plan}
+	if one := plan.Kind == api.KindEval || plan.Kind == api.KindReceipt; one && len(plan.Encoded) > 0 {
+		return Artifact{}, fmt.Errorf("%s: %w: of %.300q the media type says that they are encoded", plan.Reference(),
+			ErrDocuments, plan.Encoded)
+	}
 	err := a.parse(names, func(name string, limit int64) ([]byte, error) { return plan.Document(ctx, c, name, limit) })
 	if err == nil {
 		err = p.check(&a)
@@ -236,9 +246,9 @@ func parseReceipt(name string, text get) (documents.Receipt, error) {
 }
 
 func (a *Artifact) parseReceipt(names []string, text get) error {
-	name := documents.ReceiptFile
-	if !slices.Contains(names, name) && len(names) == 1 {
-		name = names[0]
+	name, err := a.document(names, ".json")
+	if err != nil {
+		return err
 	}
 	r, err := parseReceipt(name, text)
 	if err != nil {
@@ -267,18 +277,16 @@ func (a *Artifact) parseCheckpoint(text get) error {
 // parseEval reads an eval job or result, or outcome rows. Each has at most documents.MaxEval bytes.
 func (a *Artifact) parseEval(names []string, text get) error {
 	const rows = ".jsonl"
-	names = slices.DeleteFunc(slices.Clone(names), func(name string) bool {
-		return !strings.HasSuffix(name, ".json") && !strings.HasSuffix(name, rows)
-	})
-	if len(names) != 1 {
-		return fmt.Errorf("it holds %d documents, an eval is one: %w", len(names), ErrNotMade)
-	}
-	b, err := text(names[0], documents.MaxEval)
+	name, err := a.document(names, ".json", rows)
 	if err != nil {
 		return err
 	}
-	if stem, ok := strings.CutSuffix(names[0], rows); ok {
-		a.Name = stem
+	b, err := text(name, documents.MaxEval)
+	if err != nil {
+		return err
+	}
+	if stem, ok := strings.CutSuffix(name, rows); ok {
+		a.Name, a.file = stem, name
 		return a.parseRows(b)
 	}
 	e, err := documents.ParseEval(b)
@@ -292,6 +300,20 @@ func (a *Artifact) parseEval(names []string, text get) error {
 	a.Record, a.Name = resume.MadeEval(e, run), e.ID
 	a.Legacy = a.Binding().Evidence != documents.EvidenceDocument
 	return nil
+}
+
+// document is the name of the one document of an artifact that is one, among its files.
+func (a *Artifact) document(names []string, exts ...string) (string, error) {
+	var found []string
+	for _, name := range names {
+		if !strings.Contains(name, "/") && slices.Contains(exts, path.Ext(name)) {
+			found = append(found, name)
+		}
+	}
+	if len(found) != 1 {
+		return "", fmt.Errorf("%w: %s is one, and this has %d: %.300q", ErrDocuments, Named(a.Kind), len(found), found)
+	}
+	return found[0], nil
 }
 
 // parseRows reads outcome rows. Those of a folder were read before, and are not kept: of them there is no text.
@@ -308,13 +330,22 @@ func (a *Artifact) parseRows(text []byte) error {
 	if b, named := rows.Of(identity.Aggregate{}); named {
 		a.Record.Binding, a.rows = b, rows
 	}
+	a.inFile()
 	return nil
+}
+
+// inFile says of a binding that rows make in which file they are, as the registry does.
+func (a *Artifact) inFile() {
+	if b := &a.Record.Binding; b.Kind == documents.KindOutcomes && a.file != "" {
+		b.Kind = documents.Kind(a.file)
+	}
 }
 
 // Of is a, with the binding to that base where it has outcome rows of several and that is one of them.
 func (a Artifact) Of(base identity.Aggregate) Artifact {
 	if b, named := a.rows.Of(base); named && b.Aggregate == base {
 		a.Record.Binding = b
+		a.inFile()
 	}
 	return a
 }

@@ -10,6 +10,7 @@ import (
 	"net/url"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 
@@ -389,5 +390,30 @@ func TestOpenHere(t *testing.T) {
 	}
 	if _, err := made.OpenHere(t.Context(), srv.URL+"/other", dial, nil); err == nil {
 		t.Error("another path is a health check")
+	}
+}
+
+// TestOneDocument: an eval and a receipt are one document, as it is; else it is not read, and the files are named.
+func TestOneDocument(t *testing.T) {
+	w := newWorld(t)
+	write(t, w.path("eval.json"), testartifact.Eval("e", "sql", &w.base))
+	write(t, w.path("train_receipt.json"), testartifact.Receipt("r", identity.Sum(nil), &w.base))
+	for kind, name := range map[api.Kind]string{api.KindEval: "eval.json", api.KindReceipt: "train_receipt.json"} {
+		plan := w.send(t, kind, w.path(name), "team/"+string(kind))
+		if _, err := made.Read(t.Context(), w.c, plan); err != nil {
+			t.Errorf("%s: %v", kind, err)
+		}
+		two := plan
+		two.Files = append(slices.Clone(plan.Files), staging.File{Name: "a.json"})
+		_, err := made.Read(t.Context(), w.c, two)
+		if !errors.Is(err, made.ErrDocuments) || !strings.Contains(err.Error(), "a.json") ||
+			!strings.Contains(err.Error(), name) {
+			t.Errorf("%s: two documents: %v", kind, err)
+		}
+		plan.Encoded = []string{name}
+		if _, err = made.Read(t.Context(), w.c, plan); !errors.Is(err, made.ErrDocuments) ||
+			!strings.Contains(err.Error(), name) {
+			t.Errorf("%s: encoded: %v", kind, err)
+		}
 	}
 }

@@ -134,7 +134,14 @@ func note(x api.Artifact) string {
 		notes = append(notes, "by "+shortened(x.Binding.Source))
 	}
 	if n := max(x.Bases, len(x.Bindings)); n > 1 && made.Disputed(x) == "" {
-		notes = append(notes, fmt.Sprintf("rows of %d bases", n))
+		text := fmt.Sprintf("rows of %d bases", n)
+		for _, b := range x.Bindings {
+			text += ", " + shortened(b.Aggregate.String())
+		}
+		notes = append(notes, text)
+	}
+	if x.MoreBindings && made.Disputed(x) == "" {
+		notes = append(notes, "older statements about its base do not count")
 	}
 	if c := conflict(x); c != "" {
 		notes = append(notes, c)

@@ -15,6 +15,7 @@ import (
 	"github.com/kiln-registry/kiln-registry/api/client"
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/internal/cli"
+	"github.com/kiln-registry/kiln-registry/transfer/made"
 )
 
 // Score is one suite that was run on one model.
@@ -25,6 +26,7 @@ type Score struct {
 	Eval      string    `json:"eval"`           // its reference
 	Name      string    `json:"name,omitempty"` // what the eval calls itself
 	Published time.Time `json:"pushed_at,omitzero"`
+	Disputed  string    `json:"disputed,omitempty"` // why statements about the eval's base decide nothing
 }
 
 // Adapter is the adapter whose scores are wanted. The zero Adapter is every one, and the base.
@@ -55,6 +57,7 @@ func RowOf(registry string, x api.Artifact, r *api.EvalRun, of Adapter) []Score 
 	return []Score{{
 		EvalRun: *r, Weak: weak, Evidence: string(x.Binding.Evidence),
 		Eval: Reference(registry, x.Held), Name: x.Name, Published: x.Created,
+		Disputed: made.Disputed(x),
 	}}
 }
 
@@ -133,6 +136,14 @@ func (s Score) accuracy() string {
 	return percent(*s.Accuracy)
 }
 
+// evidence is what the eval's base rests on, and that it can't be told where that is so.
+func (s Score) evidence() string {
+	if s.Disputed != "" {
+		return s.Evidence + "; cannot tell: " + s.Disputed
+	}
+	return s.Evidence
+}
+
 // content is the beginning of a digest.
 func content(digest string) string { return cut(strings.TrimPrefix(digest, "sha256:"), 12) }
 
@@ -168,7 +179,7 @@ func WriteScores(w io.Writer, scores []Score, asJSON bool) error {
 		}
 		cells := []string{
 			s.Suite, cut(s.SuiteHash, 12), s.model(), s.aggregation(), s.accuracy(), interval, fmt.Sprint(s.Examples), s.Seed,
-			s.date().UTC().Format(time.DateOnly), s.Evidence, s.Eval,
+			s.date().UTC().Format(time.DateOnly), s.evidence(), s.Eval,
 		}
 		for i, c := range cells {
 			if cells[i] = client.Escape(c); c == "" {

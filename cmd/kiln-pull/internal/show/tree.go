@@ -13,6 +13,7 @@ import (
 	"github.com/kiln-registry/kiln-registry/api"
 	"github.com/kiln-registry/kiln-registry/api/client"
 	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/internal/cli"
 	"github.com/kiln-registry/kiln-registry/transfer/made"
 )
 
@@ -80,7 +81,13 @@ func (t *Tree) Ask(unavailable func(identity.Aggregate) ([]identity.Digest, erro
 		}
 		return nil
 	}
-	return errors.Join(ask(t.Base, t.From), ask(identity.Aggregate{}, t.Uses))
+	err := errors.Join(ask(t.Base, t.From), ask(identity.Aggregate{}, t.Uses))
+	if t.Artifact != nil {
+		for _, b := range t.Artifact.Bindings {
+			err = errors.Join(err, ask(b.Aggregate, nil))
+		}
+	}
+	return err
 }
 
 // copied is an artifact in one repository. A copy in another one may have other links.
@@ -297,31 +304,59 @@ func (t Tree) Write(w io.Writer, registry string, asJSON bool) error {
 		}{"tree", t})
 	}
 	p := printer{w: w, registry: registry, unavailable: t.Unavailable}
-	base := "base not recorded"
-	if !t.Base.IsZero() {
-		base = fmt.Sprintf("base %s (%s%s)", t.Base, held(api.Binding{Aggregate: t.Base, Held: t.Held}),
-			lost(t.Unavailable[t.Base]))
-	}
 	if t.Artifact == nil {
-		p.line(0, base)
-		p.section("made from", "", t.From)
-		p.section("used by", "", t.Uses)
+		p.line(0, t.base(api.Binding{Aggregate: t.Base, Held: t.Held}))
+		p.section("made from", nil, t.From)
+		p.section("used by", nil, t.Uses)
 	} else {
 		p.line(0, p.name(api.Link{Artifact: t.Artifact}))
-		first := fmt.Sprintf("%s, evidence %s", base, t.Artifact.Binding.Evidence)
-		if disputed := made.Disputed(*t.Artifact); disputed != "" {
-			first = "base can't be told: " + disputed
-		}
-		p.section("made from", first, t.From)
+		p.section("made from", t.bases(), t.From)
 		if c := conflict(*t.Artifact); c != "" {
 			p.line(2, c)
 		}
-		p.section("used by", "", t.Uses)
+		p.section("used by", nil, t.Uses)
 	}
 	if t.More {
 		p.line(1, fmt.Sprintf("... and others: only %d are shown", maxNodes))
 	}
 	return p.err
+}
+
+// base is a base on a line.
+func (t Tree) base(b api.Binding) string {
+	if b.Aggregate.IsZero() {
+		return "base not recorded"
+	}
+	return fmt.Sprintf("base %s (%s%s)", b.Aggregate, held(b), lost(t.Unavailable[b.Aggregate]))
+}
+
+// bases says of the artifact from which base it was made, or from which ones its outcome rows were.
+func (t Tree) bases() (lines []string) {
+	x := *t.Artifact
+	if disputed := made.Disputed(x); disputed != "" {
+		return []string{"base can't be told: " + disputed}
+	}
+	all := x.Bindings
+	if len(all) == 0 {
+		all = []api.Binding{x.Binding}
+	}
+	for _, b := range all {
+		lines = append(lines, fmt.Sprintf("%s, evidence %s%s", t.base(b), b.Evidence, rowsOf(x, b.Aggregate)))
+	}
+	return lines
+}
+
+// rowsOf says how many of the outcome rows of several bases are of one.
+func rowsOf(x api.Artifact, base identity.Aggregate) string {
+	if x.Facts == nil || x.Facts.Eval == nil {
+		return ""
+	}
+	for _, b := range x.Facts.Eval.Bases {
+		if b.Aggregate == base {
+			return fmt.Sprintf(", %d of %s", b.Rows, cli.Count(x.Facts.Eval.Rows, "row"))
+		}
+	}
+	return ""
 }
 
 type printer struct {
@@ -339,12 +374,13 @@ func (p *printer) line(depth int, text string) {
 }
 
 // section writes nodes below a title, which is left out if there is nothing below it.
-func (p *printer) section(title, first string, nodes []Node) {
-	if first == "" && len(nodes) == 0 {
+func (p *printer) section(title string, first []string, nodes []Node) {
+	if len(first)+len(nodes) == 0 {
 		return
 	}
-	if p.line(1, title); first != "" {
-		p.line(2, first)
+	p.line(1, title)
+	for _, text := range first {
+		p.line(2, text)
 	}
 	p.nodes(2, nodes)
 }
