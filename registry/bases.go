@@ -271,7 +271,7 @@ func (r *Registry) getBases(w *response, q *request) error {
 	var after identity.Aggregate
 	if s := q.URL.Query().Get("after"); s != "" {
 		if after, err = identity.ParseAggregate(s); err != nil {
-			return api.Errorf(api.CodeParameterInvalid, "after: %v", err)
+			return api.Errorf(api.CodeParameterInvalid, "after=%.80q is no cursor of this listing", s)
 		}
 	}
 	list, err := r.Bases(q.Context(), q.caller, after, n)

@@ -376,7 +376,7 @@ var outcomes = []struct {
 	{syscall.EDQUOT, api.CodeStoreFull, ""},
 	{index.ErrNotFound, api.CodeManifestUnknown, ""},
 	{index.ErrReferred, api.CodeBlobReferred, ""},
-	{index.ErrCursor, api.CodeParameterInvalid, ""},
+	{index.ErrCursor, api.CodeParameterInvalid, "after is no cursor of this listing"},
 }
 
 func asAPI(err error) *api.Error {

@@ -62,6 +62,69 @@ func TestQuestionsAreReadStrictly(t *testing.T) {
 	}
 }
 
+// A question has no members of others, and what it lacks of its own can't be told.
+func TestMembersOfQuestions(t *testing.T) {
+	s := newServer(t)
+	base, _, request := s.resumable()
+	a := base.Aggregate.String()
+	const side = `"base":{"aggregate_sha256":%q}`
+	artifact, digest := `"artifact":"team/run:v1"`, identity.Sum([]byte("x")).String()
+	for question, refused := range map[string]map[string]string{
+		"same_base_weights": {
+			"artifact": artifact, "run": `"run":0`, "work": `"work":"x"`, "lineage": `"lineage":"x"`,
+			"request": `"request":` + string(request), "identities.tokenizer": `"identities":{"tokenizer":"` + digest + `"}`,
+		},
+		"adapter_trained_from": {"request": `"request":{}`, "other": fmt.Sprintf(`"other":{"aggregate_sha256":%q}`, a),
+			"run": `"run":0`},
+		"eval_used": {"request": `"request":{}`, "other": `"other":{}`},
+		"resume_exact": {"work": `"work":"x"`, "run": `"run":1`, "lineage": `"lineage":"x"`,
+			"identities.tokenizer": `"identities":{"tokenizer":"` + digest + `"}`},
+	} {
+		for member, text := range refused {
+			if question != "same_base_weights" {
+				text += "," + artifact
+			}
+			body := fmt.Sprintf(`{"question":%q,`+side+`,%s}`, question, a, text)
+			got := s.do("POST", api.PathCompatibility, []byte(body))
+			says := member + " is no member of the question " + question
+			if got.status != 400 || !strings.Contains(string(got.body), says) {
+				t.Errorf("%s: %v", body, got)
+			}
+		}
+	}
+	f := &family{server: s}
+	got, answer := f.ask(resume("team/run:v1", &api.Side{Aggregate: base.Aggregate}, nil))
+	passed := 0
+	for _, step := range got.Steps {
+		if step.Verdict == api.VerdictYes {
+			passed++
+		}
+	}
+	if got.Verdict != api.VerdictCannotTell || passed == 0 || passed == len(got.Steps) {
+		t.Error(answer)
+	}
+	zeros := fmt.Sprintf(`{"question":"same_base_weights",`+side+`,"other":{"aggregate_sha256":%q}}`,
+		identity.Aggregate{}.String(), a)
+	if got := s.do("POST", api.PathCompatibility, []byte(zeros)); got.status != 400 ||
+		!strings.Contains(string(got.body), "zeros name no base") {
+		t.Error(got)
+	}
+}
+
+// Cursors that no listing gave are refused in the same words, and names of a query that nobody knows mean nothing.
+func TestCursorsAndUnknownNames(t *testing.T) {
+	s := newServer(t)
+	agg, d := s.base("team/model", "v1", "m", "1")
+	for _, path := range []string{api.PathArtifacts(agg), api.PathBases, api.PathBase(agg), api.PathLineage(d),
+		api.PathEvals(agg)} {
+		if a := s.do("GET", path+"?after=xxx", nil); a.status != 400 ||
+			!strings.Contains(string(a.body), "is no cursor of this listing") {
+			t.Errorf("%s: %v", path, a)
+		}
+		s.want(200, "GET", path+"?whatever=1", nil)
+	}
+}
+
 // storeOf are the blobs of a store, as package answers reads them.
 type storeOf struct{ blobstore.Store }
 

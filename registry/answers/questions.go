@@ -1,6 +1,11 @@
 package answers
 
 import (
+	"errors"
+	"maps"
+	"slices"
+	"strings"
+
 	"github.com/kiln-registry/kiln-registry/api"
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/internal/strictjson"
@@ -40,7 +45,40 @@ func ParseCompatibility(body []byte) (req api.CompatibilityRequest, err error) {
 			optionalText(r, "work", &req.Work), optionalText(r, "lineage", &req.Lineage),
 			optional("request", func() (err error) { req.Request, err = r.Raw(); return err }))
 	})
+	if err == nil {
+		err = belong(req)
+	}
 	return req, err
+}
+
+// members are those of a question beside its base.
+var members = map[string][]string{
+	api.QuestionSameBase: {"other"},
+	api.QuestionAdapter:  {"artifact", "identities", "work", "lineage"},
+	api.QuestionEval:     {"artifact", "identities", "work", "lineage", "run"},
+	api.QuestionResume:   {"artifact", "identities." + api.IdentityProvenance, "request"},
+}
+
+// belong refuses a question with a member that it has no use for: its answer would not be about that.
+func belong(req api.CompatibilityRequest) error {
+	own, known := members[req.Question]
+	if !known {
+		return nil // which is said when it is to be answered
+	}
+	given := map[string]bool{
+		"artifact": req.Artifact != "", "other": req.Other != nil, "run": req.Run != nil, "work": req.Work != "",
+		"lineage": req.Lineage != "", "request": len(req.Request) > 0,
+	}
+	for name := range req.Identities {
+		given["identities."+name] = true
+	}
+	for _, name := range slices.Sorted(maps.Keys(given)) {
+		group, _, _ := strings.Cut(name, ".")
+		if given[name] && !slices.Contains(own, name) && !slices.Contains(own, group) {
+			return api.Errorf(api.CodeParameterInvalid, "%.80s is no member of the question %s", name, req.Question)
+		}
+	}
+	return nil
 }
 
 func question(body []byte, read func(*strictjson.Reader) error) error {
@@ -60,7 +98,7 @@ func optionalText(r *strictjson.Reader, name string, to *string) strictjson.Fiel
 
 func readSide(r *strictjson.Reader, s *api.Side) error {
 	return r.Struct(
-		optional("aggregate_sha256", func() error { return parsed(r, &s.Aggregate, identity.ParseAggregate) }),
+		optional("aggregate_sha256", func() error { return parsed(r, &s.Aggregate, parseBase) }),
 		optional("base_weight_shard_manifest", func() error {
 			at := r.Offset()
 			text, err := r.Raw()
@@ -75,6 +113,15 @@ func readSide(r *strictjson.Reader, s *api.Side) error {
 			return nil
 		}),
 		optionalText(r, "reference", &s.Reference))
+}
+
+// parseBase reads the aggregate of a base.
+func parseBase(text string) (identity.Aggregate, error) {
+	a, err := identity.ParseAggregate(text)
+	if err == nil && a.IsZero() {
+		err = errors.New("zeros name no base")
+	}
+	return a, err
 }
 
 func readDigests(r *strictjson.Reader) (map[string]identity.Digest, error) {
