@@ -85,10 +85,13 @@ func stampAdapter(ctx context.Context, dir string, base identity.Manifest, o Sta
 // forced adds what to do about a manifest that is there and can't be read.
 func forced(err error) error {
 	if e, ok := errors.AsType[*documents.Error](err); ok && e.Kind == documents.KindAdapterManifest {
-		return &Error{Code: CodeOtherDocument, Msg: err.Error(), Hint: "--force writes the manifest anew"}
+		return &Error{Code: CodeOtherDocument, Msg: unhinted(e), Hint: "--force writes the manifest anew"}
 	}
 	return err
 }
+
+// unhinted is what an error says of a document, without the hint and the rule: its own come after it here.
+func unhinted(e *documents.Error) string { return fmt.Sprintf("%s: %s: %s", e.Kind, e.Path, e.Msg) }
 
 // stamped returns the manifest that is there, nil if none is or it does not count, and the one that should be.
 func (a *adapter) stamped(sums map[string]identity.Digest, base identity.Manifest, name string) (
@@ -104,7 +107,11 @@ func (a *adapter) stamped(sums map[string]identity.Digest, base identity.Manifes
 	}
 	if err := a.check(sums); err != nil {
 		hint := "--force writes the manifest anew, for the files that are there"
-		return nil, nil, &Error{Code: CodeOtherFiles, Msg: err.Error(), Hint: hint}
+		msg := err.Error()
+		if e, ok := errors.AsType[*documents.Error](err); ok {
+			msg = unhinted(e)
+		}
+		return nil, nil, &Error{Code: CodeOtherFiles, Msg: msg, Hint: hint}
 	}
 	old = a.texts[documents.AdapterManifestFile]
 	text, err = documents.StampAdapterManifest(old, base)
@@ -115,7 +122,7 @@ func (a *adapter) stamped(sums map[string]identity.Digest, base identity.Manifes
 func otherBase(err error) error {
 	if e, ok := errors.AsType[*documents.Error](err); ok && e.Rule == documents.RuleBaseConflict {
 		hint := "check --base; of an adapter, --force writes the manifest anew"
-		msg := e.Msg
+		msg := unhinted(e)
 		if e.Said != "" { // two places, of which the one is what it is stamped with
 			msg = fmt.Sprintf("the %s names base %s, and it is to be stamped with %s", e.OtherAt, e.Other, e.Said)
 		}
