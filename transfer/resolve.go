@@ -397,18 +397,18 @@ func Passable(err error) bool {
 }
 
 // firstOf returns the newest plan of each packaging, of those that can be pulled. more is how many packagings were not
-// looked at.
-func firstOf(ctx context.Context, c *client.Client, a identity.Aggregate, all [][]api.Held) (
+// looked at, those that are packed left out.
+func firstOf(ctx context.Context, c *client.Client, a identity.Aggregate, all []dressed) (
 	plans []Plan, more int, err error,
 ) {
 	var passed error
 	tried := 0
-	for i, held := range all {
+	for i, d := range all {
 		if len(plans) == maxCompared || tried >= maxTried {
-			more = len(all) - i
+			more = len(slices.DeleteFunc(slices.Clone(all[i:]), func(d dressed) bool { return d.packed }))
 			break
 		}
-		for _, h := range held {
+		for _, h := range d.held {
 			tried++
 			p, err := ResolveHeld(ctx, c, a, h)
 			if err == nil {
@@ -526,27 +526,40 @@ func ParseAggregate(s string) (a identity.Aggregate, is bool, err error) {
 	return identity.Aggregate{}, true, e
 }
 
-// packagings returns the newest manifests of each packaging, newest first, of both.
-func packagings(ctx context.Context, c *client.Client, a identity.Aggregate, repo string) ([][]api.Held, error) {
-	all := map[identity.Digest][]api.Held{}
+// dressed are the newest manifests of one packaging, newest first.
+type dressed struct {
+	packed bool // the registry says that they can't be pulled into a folder as they are
+	held   []api.Held
+}
+
+// packagings returns the packagings of a base, newest first; those that are packed come last.
+func packagings(ctx context.Context, c *client.Client, a identity.Aggregate, repo string) ([]dressed, error) {
+	all := map[identity.Digest]dressed{}
 	for page, err := range c.BasePages(ctx, a) {
 		if err != nil {
 			return nil, err
 		}
 		for _, p := range page.Packagings {
-			held := all[p.ID]
+			d := all[p.ID]
+			d.packed = d.packed || len(p.Packed) > 0
 			for _, h := range p.Manifests {
 				if repo == "" || h.Repository == repo {
-					held = append(held, h)
+					d.held = append(d.held, h)
 				}
 			}
-			if len(held) > 0 {
-				slices.SortFunc(held, newer)
-				all[p.ID] = held[:min(len(held), maxTried)]
+			if len(d.held) > 0 {
+				slices.SortFunc(d.held, newer)
+				d.held = d.held[:min(len(d.held), maxTried)]
+				all[p.ID] = d
 			}
 		}
 	}
-	return slices.SortedFunc(maps.Values(all), func(a, b []api.Held) int { return newer(a[0], b[0]) }), nil
+	return slices.SortedFunc(maps.Values(all), func(a, b dressed) int {
+		if a.packed != b.packed {
+			return map[bool]int{true: 1, false: -1}[a.packed]
+		}
+		return newer(a.held[0], b.held[0])
+	}), nil
 }
 
 // newer orders manifests by when the registry took them, the newest first.

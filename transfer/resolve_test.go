@@ -180,6 +180,33 @@ func TestAggregate(t *testing.T) {
 	}
 }
 
+// TestUnpullable: many newer manifests that can't be pulled, each dressed in its own way, hide none that can.
+func TestUnpullable(t *testing.T) {
+	s := newSite(t)
+	files := map[string][]byte{"model.safetensors": shard(5000, 1), "config.json": []byte("{}")}
+	good := s.push("a/m", "v1", files)
+	want := s.resolve("a/m", "v1").Aggregate
+	m := v1.Manifest{MediaType: v1.MediaTypeImageManifest}
+	m.SchemaVersion = 2
+	m.Config = s.blob("evil/m", []byte("{}"), v1.MediaTypeEmptyJSON, "")
+	m.Layers = []v1.Descriptor{s.blob("evil/m", files["model.safetensors"], api.MediaTypeWeight, "model.safetensors"),
+		s.blob("evil/m", files["config.json"], api.MediaTypeWeightConfig, "config.json")}
+	for i := range 70 {
+		m.Layers[1].MediaType = fmt.Sprintf("application/vnd.x%d+zstd", i)
+		s.manifest("evil/m", fmt.Sprint("v", i), m)
+	}
+	p, err := transfer.ResolveAggregate(t.Context(), s.past, want, "")
+	if err != nil || p.Manifest != good || !errors.Is(p.Passed, transfer.ErrArtifact) {
+		t.Errorf("%s, %v, %v", p.Reference(), p.Passed, err)
+	}
+	if _, err := transfer.ResolveAggregate(t.Context(), s.past, want, "evil/m"); !errors.Is(err, transfer.ErrArtifact) {
+		t.Errorf("none that can be pulled: %v", err)
+	}
+	if p, err := transfer.ResolveAggregate(t.Context(), s.past, want, "a/m:v1"); err != nil || p.Manifest != good {
+		t.Errorf("by its tag: %v", err)
+	}
+}
+
 func TestVerify(t *testing.T) {
 	dir := t.TempDir()
 	files := map[string][]byte{"a": []byte("aaaa"), "sub/b": []byte("bbbb"), "c": []byte("cccc"), "d": []byte("dddd"), "e": nil}

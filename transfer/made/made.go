@@ -302,11 +302,11 @@ func (a *Artifact) parseEval(names []string, text get) error {
 	return nil
 }
 
-// document is the name of the one document of an artifact that is one, among its files.
+// document is the name of the one document of an artifact that is one, among its files, those in folders included.
 func (a *Artifact) document(names []string, exts ...string) (string, error) {
 	var found []string
 	for _, name := range names {
-		if !strings.Contains(name, "/") && slices.Contains(exts, path.Ext(name)) {
+		if slices.Contains(exts, path.Ext(name)) {
 			found = append(found, name)
 		}
 	}
