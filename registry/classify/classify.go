@@ -106,7 +106,10 @@ func kindOf(m Manifest, all files) (api.Kind, error) {
 	if err != nil || k != "" {
 		return k, err
 	}
-	return all.guess(), nil
+	if k = all.guess(); k == api.KindReceipt && all.checkSole(k, m.Layers) != nil {
+		k = "" // nobody says that it is one, so it need not be
+	}
+	return k, nil
 }
 
 // checkBase refuses a base that is not what it says it is.

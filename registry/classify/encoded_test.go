@@ -95,6 +95,24 @@ func TestSoleDocuments(t *testing.T) {
 	}
 }
 
+// What nobody calls a receipt is none with a second document or a packed layer, and is taken.
+func TestReceiptIsGuessed(t *testing.T) {
+	receipt := layer{"application/json", "train_receipt.json", testartifact.Receipt("sql", identity.Digest{1}, nil), nil}
+	for _, c := range []struct {
+		beside layer
+		kind   api.Kind
+	}{
+		{layer{"text/plain", "README.md", []byte("x"), nil}, api.KindReceipt},
+		{layer{"application/json", "sub/other.json", []byte("{}"), nil}, ""},
+		{layer{"application/gzip", "data", []byte("x"), nil}, ""},
+	} {
+		s := blobs{}
+		if a, err := s.classify(t, s.manifest("", nil, receipt, c.beside)); err != nil || a.Kind != c.kind {
+			t.Errorf("with %s: %q, %v", c.beside.name, a.Kind, err)
+		}
+	}
+}
+
 // Files that an artifact's own document names are refused by their type where they are packed.
 func TestPackedFilesAreNamed(t *testing.T) {
 	for file, c := range map[string]struct {
