@@ -42,7 +42,7 @@ var imports = map[string]string{
 	"registry/classify":        "api identity identity/documents identity/safetensors internal/strictjson; github.com/opencontainers/image-spec",
 	"registry/claims":          "api identity identity/documents index registry/access registry/classify",
 	"registry/answers":         "api api/answer blobstore identity identity/documents identity/resume index internal/strictjson registry/access registry/classify",
-	"registry/bounds":          "; golang.org/x/sync golang.org/x/sys",
+	"registry/bounds":          "; golang.org/x/sys",
 	"registry/prune":           "api blobstore identity index registry/access registry/classify; github.com/opencontainers/image-spec",
 	"registry/upkeep":          "api blobstore identity identity/lanes index",
 	"registry":                 "api blobstore identity identity/safetensors index internal/durable internal/strictjson registry/access registry/answers registry/claims registry/bounds registry/classify registry/prune registry/upkeep; github.com/gorilla/mux github.com/opencontainers/image-spec github.com/opencontainers/go-digest",
