@@ -133,3 +133,33 @@ func TestRowsWithoutBase(t *testing.T) {
 		}
 	})
 }
+
+// An eval about which bind statements disagree is no plain fact of either base: its rows have both bindings, with what
+// says so.
+func TestRowsOfDisputedEval(t *testing.T) {
+	everywhere(t, func(t *testing.T, f *family) {
+		d := f.made("lab/open", "v1", api.ArtifactTypeEval,
+			[]desc{f.titled("lab/open", "e.json", testartifact.Eval("e", "sql", nil))}, nil)
+		for _, base := range []identity.Aggregate{f.a, f.b} {
+			f.statement("lab/open", documents.Statement{Bind: &documents.Bind{Artifact: d, Aggregate: base}})
+		}
+		for _, base := range []identity.Aggregate{f.a, f.b} {
+			seen := 0
+			for line := range bytes.Lines(f.want(200, "GET", api.PathEvals(base), nil).body) {
+				var row api.EvalRow
+				if err := json.Unmarshal(line, &row); err != nil {
+					t.Fatal(err)
+				}
+				if row.Digest != d {
+					continue
+				}
+				if seen++; len(row.Bindings) != 2 || row.Bindings[0].Source == "" || row.Bindings[1].Source == "" {
+					t.Errorf("%s", line)
+				}
+			}
+			if seen != 1 {
+				t.Errorf("%d rows under %s", seen, base)
+			}
+		}
+	})
+}
