@@ -131,10 +131,10 @@ func (d Disk) Exchange(a, b string) error {
 	return d.SyncDir(filepath.Dir(a), filepath.Dir(b))
 }
 
-// Link makes new a hard link to old. Durable only after SyncDir of the folder of new. It returns an error that is
-// fs.ErrExist if something has the new name already.
+// Link makes new a hard link to old, which may be the Path of an open file. Durable only after SyncDir of the folder of
+// new. It returns an error that is fs.ErrExist if something has the new name already.
 func (d Disk) Link(old, new string) error {
-	return d.do(OpLink, new, func() error { return os.Link(old, new) })
+	return d.do(OpLink, new, func() error { return link(old, new) })
 }
 
 // Mkdir makes folders, durable on return. It is no error if one is there already.

@@ -347,3 +347,36 @@ func TestBootID(t *testing.T) {
 		t.Errorf("boot id %q, then %q, %v", id, again, err)
 	}
 }
+
+// TestPath: what Path names is the open file, whatever lies at its name by now.
+func TestPath(t *testing.T) {
+	dir := t.TempDir()
+	name, other, to := filepath.Join(dir, "name"), filepath.Join(dir, "other"), filepath.Join(dir, "to")
+	if err := errors.Join(os.WriteFile(name, []byte("opened"), 0o644), os.WriteFile(other, []byte("other"), 0o644)); err != nil {
+		t.Fatal(err)
+	}
+	f, err := OpenRegular(name, os.O_RDONLY, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	if err := errors.Join(os.Rename(name, name+"-away"), os.Symlink(other, name)); err != nil {
+		t.Fatal(err)
+	}
+	if err := (Disk{}).Link(Path(f), to); err != nil || read(t, to) != "opened" {
+		t.Errorf("linked %q, %v", read(t, to), err)
+	}
+	if err := (Disk{}).Link(Path(f), to); !errors.Is(err, fs.ErrExist) {
+		t.Errorf("in place of another: %v", err)
+	}
+	again, err := OpenRegular(Path(f), os.O_RDONLY, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := errors.Join(again.Close(), os.Remove(to), os.Remove(name+"-away")); err != nil {
+		t.Fatal(err)
+	}
+	if err := (Disk{}).Link(Path(f), to); !errors.Is(err, fs.ErrNotExist) {
+		t.Errorf("a file that has no name any more: %v", err)
+	}
+}

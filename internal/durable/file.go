@@ -7,6 +7,8 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"strconv"
+	"strings"
 	"syscall"
 )
 
@@ -47,9 +49,18 @@ func (d Disk) OpenFile(path string, flag int, mode fs.FileMode) (*File, error) {
 // ErrNotRegular: something else is where a regular file should be.
 var ErrNotRegular = errors.New("no regular file")
 
+const openFiles = "/proc/self/fd/"
+
+// Path is a path of this process to an open file itself, whatever the name that it was opened with means by now: for
+// OpenRegular and Disk.Link, until f is closed.
+func Path(f *os.File) string { return openFiles + strconv.Itoa(int(f.Fd())) }
+
 // OpenRegular opens a regular file; anything else in its place, links included, is ErrNotRegular.
 func OpenRegular(path string, flag int, mode fs.FileMode) (*os.File, error) {
-	f, err := os.OpenFile(path, flag|syscall.O_NOFOLLOW|syscall.O_NONBLOCK, mode)
+	if !strings.HasPrefix(path, openFiles) {
+		flag |= syscall.O_NOFOLLOW
+	}
+	f, err := os.OpenFile(path, flag|syscall.O_NONBLOCK, mode)
 	if errors.Is(err, syscall.ELOOP) {
 		return nil, fmt.Errorf("open %s: %w: a link", path, ErrNotRegular)
 	}

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"strings"
 
 	"golang.org/x/sys/unix"
 )
@@ -67,6 +68,17 @@ func reserve(f *os.File, off, n int64) error {
 		return nil
 	}
 	return &os.PathError{Op: "fallocate", Path: f.Name(), Err: err}
+}
+
+func link(old, new string) error {
+	if !strings.HasPrefix(old, openFiles) {
+		return os.Link(old, new)
+	}
+	err := again(func() error { return unix.Linkat(unix.AT_FDCWD, old, unix.AT_FDCWD, new, unix.AT_SYMLINK_FOLLOW) })
+	if err != nil {
+		return &os.LinkError{Op: "link", Old: old, New: new, Err: err}
+	}
+	return nil
 }
 
 func renameat2(old, new string, flags uint) error {
