@@ -6,6 +6,8 @@
 //	DIR/sha256/ab/HEX.midstates  those of a large file that came with some or was hashed here
 //	DIR/partial/.HEX.kiln/       the area of a file on its way in; see package staging
 //
+// A file that came in part from an earlier process is read once more and hashed before it gets its name.
+//
 // A file is used without reading it as long as it is the one of its record: same device, inode, size, mode and time of
 // modification. The change time is not looked at, as each link to a file changes it. What differs in one of them is
 // hashed again, and is dropped if it is not what its name says. So a write to a file of a cache, through any of its
@@ -23,6 +25,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"sync"
 	"syscall"
 	"time"
 
@@ -38,8 +41,12 @@ const (
 	statesSuffix = ".midstates"
 )
 
-// ErrForeign: a cache is not a folder of this user or of root, or others may write to it.
-var ErrForeign = errors.New("the cache is not this user's alone")
+var (
+	// ErrForeign: a cache, or a folder in it, is not one of this user or of root, or others may write to it.
+	ErrForeign = errors.New("the cache is not this user's alone")
+	// ErrNone: a folder is no cache.
+	ErrNone = errors.New("not a cache")
+)
 
 // Options says how to use a cache. The zero value is ready to use.
 type Options struct {
@@ -51,8 +58,9 @@ type Options struct {
 
 // Cache is a folder of verified files.
 type Cache struct {
-	dir string
-	o   Options
+	dir  string
+	o    Options
+	said sync.Map // of what is foreign, by error text: it is told once
 }
 
 // Entry is a file of a cache that may be used.
@@ -60,6 +68,28 @@ type Entry struct {
 	Path     string
 	Size     int64
 	Verified time.Time // when its bytes were last read and matched, or received and matched
+
+	record record
+}
+
+// Open opens the file, if it is still the one that was found; else the error is fs.ErrNotExist.
+func (e Entry) Open() (*os.File, error) {
+	f, err := durable.OpenRegular(e.Path, os.O_RDONLY, 0)
+	if errors.Is(err, durable.ErrNotRegular) {
+		return nil, fmt.Errorf("%w: %w", fs.ErrNotExist, err)
+	}
+	if err != nil {
+		return nil, err
+	}
+	fi, err := f.Stat()
+	if err == nil && (!e.record.same(fi) || owned(e.Path, fi, 0) != nil) {
+		err = fmt.Errorf("%s: %w: another file is there by now", e.Path, fs.ErrNotExist)
+	}
+	if err != nil {
+		f.Close()
+		return nil, err
+	}
+	return f, nil
 }
 
 // Open uses the folder at dir, and makes it if there is none: of the user's alone. ErrForeign.
@@ -94,6 +124,16 @@ func Open(dir string, o Options) (*Cache, error) {
 	return c, nil
 }
 
+// OpenOld is Open, but makes nothing: a folder that is not there, or is no cache, is ErrNone.
+func OpenOld(dir string, o Options) (*Cache, error) {
+	for _, name := range []string{filesName, partialName} {
+		if fi, err := os.Stat(filepath.Join(dir, name)); err != nil || !fi.IsDir() {
+			return nil, fmt.Errorf("%s: %w: it has no folder %s", dir, ErrNone, name)
+		}
+	}
+	return Open(dir, o)
+}
+
 // Dir returns the folder, without links in its path.
 func (c *Cache) Dir() string { return c.dir }
 
@@ -105,6 +145,33 @@ func (c *Cache) path(d identity.Digest) string {
 
 // target is what the area of a file on its way in belongs to; nothing is ever there.
 func (c *Cache) target(d identity.Digest) string { return filepath.Join(c.dir, partialName, d.Hex()) }
+
+// Uses says whether the cache is used for a file: not if the folder that the file would be in is foreign, which is told
+// once.
+func (c *Cache) Uses(d identity.Digest) bool { return c.usable(c.path(d)) == nil }
+
+// usable returns ErrForeign if the folder of a file is, and tells of it.
+func (c *Cache) usable(path string) error {
+	err := own(filepath.Dir(path), fs.ModeDir)
+	if !errors.Is(err, ErrForeign) {
+		return nil
+	}
+	if _, before := c.said.LoadOrStore(err.Error(), true); !before {
+		c.o.Notify("not used: " + err.Error())
+	}
+	return err
+}
+
+// ready makes the folder of a file, if there is none. ErrForeign.
+func (c *Cache) ready(path string) error {
+	if err := c.usable(path); err != nil { // which may be a link to somewhere
+		return err
+	}
+	if err := c.disk().MkdirAll(filepath.Dir(path), 0o755); err != nil {
+		return err
+	}
+	return c.usable(path)
+}
 
 // own refuses what others than this user and root could have written, or is of another kind.
 func own(path string, kind fs.FileMode) error {
@@ -195,6 +262,9 @@ func (c *Cache) Find(ctx context.Context, d identity.Digest, size int64) (e Entr
 
 func (c *Cache) find(ctx context.Context, d identity.Digest, size int64) (e Entry, ok bool, err error) {
 	path := c.path(d)
+	if c.usable(path) != nil {
+		return e, false, nil
+	}
 	fi, err := os.Lstat(path)
 	if errors.Is(err, fs.ErrNotExist) {
 		return e, false, nil
@@ -202,11 +272,9 @@ func (c *Cache) find(ctx context.Context, d identity.Digest, size int64) (e Entr
 	if err != nil {
 		return e, false, err
 	}
-	for _, foreign := range []error{own(filepath.Dir(path), fs.ModeDir), owned(path, fi, 0)} {
-		if errors.Is(foreign, ErrForeign) {
-			c.o.Notify("not used: " + foreign.Error())
-			return e, false, c.drop(path)
-		}
+	if foreign := owned(path, fi, 0); foreign != nil {
+		c.o.Notify("not used: " + foreign.Error())
+		return e, false, c.drop(path)
 	}
 	if fi.Size() != size {
 		c.o.Notify(fmt.Sprintf("dropped from the cache: %s has %d bytes, want %d", d, fi.Size(), size))
@@ -219,11 +287,16 @@ func (c *Cache) find(ctx context.Context, d identity.Digest, size int64) (e Entr
 			return e, false, err
 		}
 	}
-	return Entry{path, size, r.Verified}, true, nil
+	return Entry{path, size, r.Verified, r}, true, nil
 }
 
-// Drop removes the file with a digest. It is no error if there is none.
-func (c *Cache) Drop(d identity.Digest) error { return c.drop(c.path(d)) }
+// Drop removes the file with a digest. It is no error if there is none. In a folder that is foreign nothing is removed.
+func (c *Cache) Drop(d identity.Digest) error {
+	if !c.Uses(d) {
+		return nil
+	}
+	return c.drop(c.path(d))
+}
 
 // drop removes a file and what lies beside it. In a cache that can only be read nothing happens, and it is not used.
 func (c *Cache) drop(path string) error {

@@ -7,7 +7,6 @@ import (
 	"io"
 	"io/fs"
 	"os"
-	"path/filepath"
 	"slices"
 	"sync"
 	"time"
@@ -72,13 +71,28 @@ func (c *Cache) again(ctx context.Context, d identity.Digest, path string) (r re
 	return k.record, k.ok, err
 }
 
+// errSpoilt: a file that came in part from an earlier process is not what it was then.
+var errSpoilt = errors.New("its partial file was changed on the disk")
+
+// arrived hashes a file that is about to get its name. errSpoilt.
+func (c *Cache) arrived(ctx context.Context, d identity.Digest, path string) error {
+	k := &check{c: c, digest: d, path: path, arriving: true}
+	err := hashing.Run(ctx, []*check{k}, hashing.Options{})
+	if err == nil && !k.ok {
+		err = errSpoilt
+	}
+	return err
+}
+
 // check is a file that is hashed. What does not match is dropped.
 type check struct {
-	c      *Cache
-	digest identity.Digest
-	path   string
-	moved  func(n int64) // bytes that were hashed; nil: not called
-	done   func(ok bool) // called unless the file is gone or can't be read; nil: not called
+	c        *Cache
+	digest   identity.Digest
+	path     string
+	arriving bool // it does not lie in the cache yet: it is neither recorded nor dropped
+
+	moved func(n int64) // bytes that were hashed; nil: not called
+	done  func(ok bool) // called unless the file is gone or can't be read; nil: not called
 
 	f      *os.File
 	before fs.FileInfo
@@ -132,8 +146,16 @@ func (k *check) judge() error {
 	case lerr != nil || !os.SameFile(there, now):
 		return nil // dropped or replaced meanwhile
 	case identity.DigestOf(k.hash) != k.digest, recordOf(k.before, time.Time{}) != recordOf(now, time.Time{}):
+		if k.arriving {
+			return nil
+		}
 		k.c.o.Notify("dropped from the cache: damaged: " + k.path)
 		return k.c.drop(k.path)
+	}
+	if k.arriving {
+		k.keepStates(now.Size())
+		k.ok = true
+		return nil
 	}
 	if now.Mode().Perm() != staging.Shared {
 		if err := k.f.Chmod(staging.Shared); err != nil {
@@ -167,10 +189,10 @@ func (c *Cache) KeepMidstates(s *lanes.States) {
 	path := c.path(s.Digest)
 	b, err := s.MarshalBinary()
 	if err == nil {
-		err = c.disk().MkdirAll(filepath.Dir(path), 0o755)
+		err = c.ready(path)
 	}
 	if err == nil {
-		_ = os.WriteFile(path+statesSuffix, b, 0o644)
+		_ = c.disk().WriteFile(path+statesSuffix, b, 0o644)
 	}
 }
 
@@ -178,7 +200,7 @@ func (c *Cache) KeepMidstates(s *lanes.States) {
 // what those of staging.Midstates are.
 func (c *Cache) Midstates(d identity.Digest, size int64) *lanes.States {
 	path := c.path(d) + statesSuffix
-	if size <= leastStates || own(path, 0) != nil {
+	if size <= leastStates || !c.Uses(d) || own(path, 0) != nil {
 		return nil
 	}
 	f, err := durable.OpenRegular(path, os.O_RDONLY, 0)

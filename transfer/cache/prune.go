@@ -117,10 +117,14 @@ func (c *Cache) sweep(ctx context.Context, dirs []string, before time.Time, p *P
 	return nil
 }
 
-// list returns the files of the cache. What is left of a write that was cut short is removed.
+// list returns the files of the cache, but not those in folders that are foreign. What is left of a write that was cut
+// short is removed.
 func (c *Cache) list() (files []file, err error) {
 	root := filepath.Join(c.dir, filesName)
 	err = filepath.WalkDir(root, func(path string, e fs.DirEntry, err error) error {
+		if err == nil && e.IsDir() && path != root && c.usable(filepath.Join(path, "file")) != nil {
+			return fs.SkipDir
+		}
 		if err != nil || e.IsDir() {
 			return err
 		}

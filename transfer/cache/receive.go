@@ -5,7 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
-	"path/filepath"
+	"os"
 	"time"
 
 	"github.com/kiln-registry/kiln-registry/internal/durable"
@@ -18,7 +18,8 @@ var ErrStalled = errors.New("another pull receives it and does not get on")
 // Receive returns the file that f names. If the cache lacks it, it calls fetch, which brings it into an area, and then
 // keeps it: fetched says so. At most one process at a time does so for a file; the others wait for it, and go on from
 // what it left if it is gone. waiting, if not nil, is told now and then who is at work and how many bytes it has.
-// ErrStalled, and what fetch returns; then what was fetched is kept for the next call.
+// fetch is called a second time if what an earlier process left turns out to be changed. ErrStalled, ErrForeign, and what
+// fetch returns; then what was fetched is kept for the next call.
 func (c *Cache) Receive(ctx context.Context, f staging.File, fetch func(*staging.Area) error,
 	waiting func(who error, have int64),
 ) (e Entry, fetched bool, err error) {
@@ -26,6 +27,9 @@ func (c *Cache) Receive(ctx context.Context, f staging.File, fetch func(*staging
 	for {
 		e, ok, err := c.Find(ctx, f.Digest, f.Size)
 		if err != nil || ok {
+			return e, false, err
+		}
+		if err := c.ready(c.path(f.Digest)); err != nil {
 			return e, false, err
 		}
 		area, err := staging.Open(ctx, c.target(f.Digest), c.o.Staging)
@@ -68,19 +72,49 @@ func (c *Cache) receive(ctx context.Context, area *staging.Area, f staging.File,
 	if err != nil || ok {
 		return e, false, err
 	}
+	begun := area.Begun(f.Digest, f.Size)
 	if err := fetch(area); err != nil {
 		return e, false, err
 	}
-	path := c.path(f.Digest)
-	if err := c.disk().MkdirAll(filepath.Dir(path), 0o755); err != nil {
+	e, err = c.give(ctx, area, f, begun)
+	if !errors.Is(err, errSpoilt) {
 		return e, true, err
+	}
+	c.o.Notify(fmt.Sprintf("received anew: %s: %v", f.Name, err))
+	p, err := area.Partial(f.Digest, f.Size)
+	if err == nil {
+		err = errors.Join(p.Reset(), p.Close())
+	}
+	if err == nil {
+		err = fetch(area)
+	}
+	if err != nil {
+		return e, false, err
+	}
+	e, err = c.give(ctx, area, f, false)
+	return e, true, err
+}
+
+// give gives a file its name in the cache. What an earlier process has begun is hashed before. errSpoilt.
+func (c *Cache) give(ctx context.Context, area *staging.Area, f staging.File, begun bool) (e Entry, err error) {
+	path := c.path(f.Digest)
+	if err := c.ready(path); err != nil {
+		return e, err
 	}
 	var r record
 	err = area.Give(f.Digest, path, func(part string) (err error) {
-		r, err = c.keep(part, path)
+		if begun {
+			err = c.arrived(ctx, f.Digest, part)
+		}
+		if errors.Is(err, errSpoilt) {
+			return errors.Join(err, os.Chmod(part, 0o644)) // to be written again
+		}
+		if err == nil {
+			r, err = c.keep(part, path)
+		}
 		return err
 	})
-	return Entry{path, f.Size, r.Verified}, true, err
+	return Entry{path, f.Size, r.Verified, r}, err
 }
 
 // wait is the wait for another process.
