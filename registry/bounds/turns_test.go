@@ -121,16 +121,17 @@ func TestShares(t *testing.T) {
 			l.hold("a", 2)
 		}
 		l.join(t.Context(), "a", 2)
-		a := l.hold("b", 2)
-		l.hold("b", 2)
+		one, two := l.hold("b", 2), l.hold("b", 2)
 		l.join(t.Context(), "b", 2)
 		l.join(t.Context(), "c", 3)
 		l.want("c")
-		l.join(t.Context(), "d", 2) // there is 1 left
+		l.join(t.Context(), "d", 3) // there is 1 left
 		l.join(t.Context(), "e", 1)
 		l.want()
-		a.Return() // of which b could have one again, but d is before him
-		l.want("d", "e")
+		one.Return() // of which b could have some again, but d is before him
+		l.want("d")
+		two.Return() // b holds nothing any more, and came before e
+		l.want("b")
 	})
 }
 
