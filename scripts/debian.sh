@@ -7,7 +7,9 @@ cd "$(dirname "$0")/.."
 package=$1 program=$2
 
 mkdir -p .tools/bin
-if path=$(command -v "$program" || command -v "/usr/sbin/$program"); then
+without=:$PATH: # that of the Makefile has .tools/bin, where the program of an earlier run may be
+without=${without//:"$PWD/.tools/bin":/:} without=${without#:} without=${without%:}
+if path=$(PATH=$without command -v "$program" || command -v "/usr/sbin/$program"); then
   ln -sf "$path" ".tools/bin/$program"
   exit
 fi

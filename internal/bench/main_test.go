@@ -1,7 +1,10 @@
 package main
 
 import (
+	"errors"
 	"net/http/httptest"
+	"os"
+	"os/exec"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -65,5 +68,31 @@ func TestGrow(t *testing.T) {
 	}
 	if got != want {
 		t.Errorf("planted:\n%s\nmade anew:\n%s", got, want)
+	}
+}
+
+// TestDebian: a program of the system is linked whatever an earlier run left, though make has that on its PATH.
+func TestDebian(t *testing.T) {
+	script, err := os.ReadFile("../../scripts/debian.sh")
+	if err != nil {
+		t.Fatal(err)
+	}
+	dir := t.TempDir()
+	tool, system := filepath.Join(dir, ".tools/bin/kiln-peer"), filepath.Join(dir, "system/kiln-peer")
+	for path, text := range map[string][]byte{filepath.Join(dir, "scripts/debian.sh"): script, tool: nil, system: nil} {
+		if err := errors.Join(os.MkdirAll(filepath.Dir(path), 0o777), os.WriteFile(path, text, 0o755)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for run := range 3 { // over a copy, then over a link
+		cmd := exec.Command("scripts/debian.sh", "kiln-peer", "kiln-peer")
+		cmd.Dir = dir
+		cmd.Env = append(os.Environ(), "PATH="+filepath.Join(dir, ".bin")+":"+filepath.Dir(tool)+":"+filepath.Dir(system)+":"+
+			os.Getenv("PATH"))
+		out, err := cmd.CombinedOutput()
+		to, lerr := os.Readlink(tool)
+		if err != nil || lerr != nil || to != system {
+			t.Errorf("run %d: %v, it is a link to %q, %v\n%s", run, err, to, lerr, out)
+		}
 	}
 }
