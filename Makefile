@@ -54,7 +54,7 @@ bench: build $(S3_STORE) $(PEERS) $(OTHERS) ## ratio tables; BENCH=identity|regi
 	$(if $(filter go,$(BENCH)),scripts/bench-go.sh,go run ./internal/bench $(if $(FULL),-full) -bin .bin -tools .tools \
 		-json .tools/bench $(if $(S3_STORE),-s3 $(S3_STORE)) $(PEERS:%=-peer %) $(BENCH))
 
-bench-doc: ## what make bench measured last, put into doc/performance.md
+bench-doc: ## what make bench FULL=1 measured last, put into doc/performance.md
 	go run ./internal/bench -json .tools/bench -page doc/performance.md
 
 device: ## loading into memory: the fault matrix under the race detector, then mutants of the code

@@ -79,8 +79,11 @@ func run(ctx context.Context, args []string, out io.Writer) error {
 		return err
 	}
 	if *page != "" {
-		names, err := report.Rewrite(*page, b.saved)
-		fmt.Fprintf(out, "%s: %d tables put in place: %s\n", *page, len(names), strings.Join(names, ", "))
+		put, left, err := report.Rewrite(*page, b.saved)
+		fmt.Fprintf(out, "%s: %d tables put in place: %s\n", *page, len(put), strings.Join(put, ", "))
+		if len(left) > 0 {
+			fmt.Fprintf(out, "left as they were, as they were not measured in full form: %s\n", strings.Join(left, ", "))
+		}
 		return err
 	}
 	if b.full {

@@ -16,11 +16,11 @@ const (
 )
 
 // Rewrite puts the tables in dir into their blocks of the page at path, and returns the names of those that it put
-// there. A block stays as it is unless dir has all its tables in full form.
-func Rewrite(path, dir string) (put []string, err error) {
+// there, and of those that it left out: a block stays as it is unless dir has all its tables in full form.
+func Rewrite(path, dir string) (put, left []string, err error) {
 	old, err := os.ReadFile(path)
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 	var page strings.Builder
 	for rest := string(old); ; {
@@ -32,21 +32,23 @@ func Rewrite(path, dir string) (put []string, err error) {
 		line, body, ok := strings.Cut(after, closed)
 		body, after, ends := strings.Cut(body, closing)
 		if !ok || !ends || strings.Contains(body, opening) {
-			return nil, fmt.Errorf("%s: the block of table %.20q does not end", path, line)
+			return nil, nil, fmt.Errorf("%s: the block of table %.20q does not end", path, line)
 		}
 		names := strings.Fields(line)
 		text, err := block(dir, names)
 		if err != nil {
-			return nil, err
+			return nil, nil, err
 		}
 		if text != "" {
 			body = text
 			put = append(put, names...)
+		} else {
+			left = append(left, names...)
 		}
 		page.WriteString(opening + line + closed + body + closing)
 		rest = after
 	}
-	return put, os.WriteFile(path, []byte(page.String()), 0o666)
+	return put, left, os.WriteFile(path, []byte(page.String()), 0o666)
 }
 
 // block is the text of tables, or empty if one is not there in full form.

@@ -62,16 +62,19 @@ func TestRewrite(t *testing.T) {
 		t.Fatal(err)
 	}
 	table := Table{Name: "pull", Rounds: 7, Full: true, Rows: []Row{Row{What: "wall", Value: 0.5}.AtMost(1).OfWall()}}
-	for _, table := range []Table{table, {Name: "short", Rounds: 3}} {
+	for _, table := range []Table{table, {Name: "short", Rounds: 3}, {Name: "pull", Rounds: 3}} { // the last one is short
 		if err := table.Save(dir); err != nil {
 			t.Fatal(err)
 		}
 	}
 	for range 2 {
-		names, err := Rewrite(path, dir)
-		if d := cmp.Diff([]string{"pull"}, names); d != "" || err != nil {
+		put, left, err := Rewrite(path, dir)
+		if d := cmp.Diff([][]string{{"pull"}, {"absent", "pull", "short"}}, [][]string{put, left}); d != "" || err != nil {
 			t.Fatal(err, d)
 		}
+	}
+	if short, err := os.ReadFile(filepath.Join(dir, "pull.short.json")); err != nil || !strings.Contains(string(short), `"rounds": 3`) {
+		t.Errorf("the short form: %s, %v", short, err)
 	}
 	got, err := os.ReadFile(path)
 	if err != nil {
@@ -90,7 +93,7 @@ func TestRewrite(t *testing.T) {
 	if err := os.WriteFile(path, []byte("<!-- bench: pull -->\nopen\n"), 0o666); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := Rewrite(path, dir); err == nil {
+	if _, _, err := Rewrite(path, dir); err == nil {
 		t.Error("a block that does not end was taken")
 	}
 }

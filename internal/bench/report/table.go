@@ -61,7 +61,8 @@ func (t Table) circumstances() string {
 		t.Machine.TCP, t.Machine.Go, 100*t.Busy, quiet, t.Before, t.After)
 }
 
-// Save writes the table to NAME.json in dir, which is made if it is not there.
+// Save writes the table to NAME.json in dir, which is made if it is not there, or to NAME.short.json: a short form takes no
+// full one's place.
 func (t Table) Save(dir string) error {
 	if err := os.MkdirAll(dir, 0o777); err != nil {
 		return err
@@ -70,10 +71,14 @@ func (t Table) Save(dir string) error {
 	if err != nil {
 		return err
 	}
-	return os.WriteFile(filepath.Join(dir, t.Name+".json"), append(text, '\n'), 0o666)
+	name := t.Name + ".json"
+	if !t.Full {
+		name = t.Name + ".short.json"
+	}
+	return os.WriteFile(filepath.Join(dir, name), append(text, '\n'), 0o666)
 }
 
-// Open reads the table that Save wrote under name.
+// Open reads the table in full form that Save wrote under name.
 func Open(dir, name string) (Table, error) {
 	var t Table
 	text, err := os.ReadFile(filepath.Join(dir, name+".json"))
