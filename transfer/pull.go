@@ -85,8 +85,8 @@ type PullOptions struct {
 	Jobs    int          // files, or parts of a file, received at a time, at most; zero: 8
 	Rate    int64        // bytes received a second, at most; zero: no bound
 	Mirrors []Mirror     // where bytes may come from too; they are asked for nothing else, and believed nothing
-	Replace bool         // replace whatever folder is at the target; files in it that match are used
-	Repair  bool         // the folder at the target has no record; use its files that match and replace those that do not
+	Replace bool         // replace whatever folder is at the target; its files are hashed, and used if they match
+	Repair  bool         // as Replace, of a folder that has no files besides: also without a record, and whatever it says
 	Cache   *cache.Cache // where files are looked for first, and what is received is kept; nil: nowhere
 	Watch   Watch
 	Staging staging.Options // its Notify is set from Watch if it is nil
@@ -109,7 +109,8 @@ type Pulled struct {
 
 // Pull makes dir the folder of an artifact: whole and verified, or not at all. What an interrupted pull received is kept
 // beside dir and used by the next one; every byte is hashed once, as it is written. A folder that is there already is
-// left, if it is that of the artifact and was not touched since it was verified. Damage to a folder that was pulled is
+// left, if it is that of the artifact and was not touched since it was verified, unless Replace or Repair ask to hash it
+// again. Damage to a folder that was pulled is
 // repaired, in a folder beside it: of a file whose midstates the registry has, what matches is copied. Any other folder
 // that is not empty is ErrOccupied. The files of a checkpoint get no second name, and one that has one is fetched anew.
 //
@@ -283,7 +284,8 @@ func (p *pull) look() error {
 	ours := same || p.plan.completes(known.Complete)
 	p.occupied = true
 	p.find(there)
-	if same && len(p.extra) == 0 && untouched(known.Complete, there) {
+	hash := p.o.Replace || p.o.Repair
+	if same && len(p.extra) == 0 && !hash && untouched(known.Complete, there) {
 		p.done.Already, p.done.Record = true, *known.Complete
 		return nil
 	}
@@ -448,7 +450,7 @@ func (p *pull) fetch(ctx context.Context, have map[identity.Digest]bool) error {
 func (p *pull) room(files []fetch.File) error {
 	var here, cached int64
 	for _, f := range files {
-		through := p.o.Cache != nil && !p.area.Begun(f.Digest, f.Size)
+		through := f.Place != nil && !p.area.Begun(f.Digest, f.Size)
 		if through {
 			cached += p.o.Cache.Missing(f.File)
 		}

@@ -71,12 +71,21 @@ func (p *pull) cached(ctx context.Context, f staging.File) (bool, error) {
 func (p *pull) note(s string) { p.o.Watch.tell(Event{Step: Noted, Note: s}) }
 
 // take makes a file of the cache one of the area: a link, or where that must not or can't be, a twin that shares its
-// blocks, or a copy. False: it is not there any more, or is damaged.
+// blocks, or a copy. It is the file that was found, whatever has its name by now. False: it is not there any more, or is
+// damaged.
 func (p *pull) take(ctx context.Context, f staging.File, e cache.Entry) (bool, error) {
+	in, err := e.Open()
+	if errors.Is(err, fs.ErrNotExist) {
+		return false, nil
+	}
+	if err != nil {
+		return false, err
+	}
+	defer in.Close()
 	alone := p.plan.Kind == api.KindCheckpoint
-	err := p.area.Take(e.Path, f.Digest, alone, e.Verified)
+	err = p.area.Take(durable.Path(in), f.Digest, alone, e.Verified)
 	if errors.Is(err, errors.ErrUnsupported) && !alone {
-		err = p.area.Take(e.Path, f.Digest, true, e.Verified)
+		err = p.area.Take(durable.Path(in), f.Digest, true, e.Verified)
 	}
 	var copied int64
 	ok := err == nil
@@ -84,11 +93,14 @@ func (p *pull) take(ctx context.Context, f staging.File, e cache.Entry) (bool, e
 	case errors.Is(err, fs.ErrNotExist):
 		return false, nil
 	case errors.Is(err, errors.ErrUnsupported):
-		ok, err = p.copy(ctx, f, e)
+		ok, err = p.copy(ctx, f, e, in)
 		copied = f.Size
 	}
-	if err != nil || !ok {
-		return false, err
+	if err != nil {
+		return false, fmt.Errorf("%s: %w", e.Path, err)
+	}
+	if !ok {
+		return false, nil
 	}
 	if states := p.o.Cache.Midstates(f.Digest, f.Size); states != nil {
 		p.area.KeepMidstates(states)
@@ -108,15 +120,7 @@ func (p *pull) links() bool {
 }
 
 // copy brings a file of the cache into the area, and hashes it as it is written. One that does not match is dropped.
-func (p *pull) copy(ctx context.Context, f staging.File, e cache.Entry) (ok bool, err error) {
-	from, err := durable.OpenRegular(e.Path, os.O_RDONLY, 0)
-	if errors.Is(err, fs.ErrNotExist) {
-		return false, nil
-	}
-	if err != nil {
-		return false, err
-	}
-	defer from.Close()
+func (p *pull) copy(ctx context.Context, f staging.File, e cache.Entry, from *os.File) (ok bool, err error) {
 	to, err := p.area.Partial(f.Digest, f.Size)
 	if err != nil {
 		return false, err
@@ -153,9 +157,10 @@ func (p *pull) copy(ctx context.Context, f staging.File, e cache.Entry) (ok bool
 }
 
 // through is how a file is fetched through the cache: by one pull of the machine at a time, into the cache and from there
-// to the area. What an earlier pull received without a cache goes on without it. Nil: there is no cache.
+// to the area. What an earlier pull received without a cache goes on without it. Nil: there is no cache, or it is not used
+// for the file.
 func (p *pull) through(f staging.File) func(context.Context, func(*staging.Area) error) error {
-	if p.o.Cache == nil {
+	if p.o.Cache == nil || !p.o.Cache.Uses(f.Digest) {
 		return nil
 	}
 	return func(ctx context.Context, fetch func(*staging.Area) error) error {
@@ -172,6 +177,8 @@ func (p *pull) through(f staging.File) func(context.Context, func(*staging.Area)
 			return err
 		}, p.waits(f))
 		switch {
+		case errors.Is(err, cache.ErrForeign) && !began: // only just; it was told
+			return fetch(p.area)
 		case errors.Is(err, cache.ErrStalled), cache.ReadOnly(err) && !began:
 			p.note(fmt.Sprintf("%s: not through the cache: %v", f.Name, err))
 			return fetch(p.area)

@@ -311,6 +311,39 @@ func TestCachedOld(t *testing.T) {
 	}
 }
 
+// TestCachedForeign: a folder of the cache that others could have written to is not used, and the pull goes on without.
+func TestCachedForeign(t *testing.T) {
+	s := newSite(t)
+	files := model(2, 3*mib)
+	s.push("m", "v1", files)
+	plan := s.resolve("m", "v1")
+	c := s.cache(filepath.Join(t.TempDir(), "cache"))
+	s.through(c, plan, filepath.Join(t.TempDir(), "a"), files)
+	b := files["model-a.safetensors"]
+	e, ok, err := c.Find(t.Context(), identity.Sum(b), int64(len(b)))
+	if err != nil || !ok {
+		t.Fatal(ok, err)
+	}
+	shard, elsewhere := filepath.Dir(e.Path), filepath.Join(t.TempDir(), "elsewhere")
+	if err := errors.Join(os.Rename(shard, elsewhere), os.Symlink(elsewhere, shard)); err != nil {
+		t.Fatal(err)
+	}
+	s.onBlob(nil)
+	dir := filepath.Join(t.TempDir(), "b")
+	if done := s.through(c, plan, dir, files); s.sent() != int64(len(b)) || done.Cached != len(files)-1 {
+		t.Errorf("%+v, %d bytes sent", done, s.sent())
+	}
+	if n, mode := names(t, filepath.Join(dir, "model-a.safetensors")); n != 1 || mode != 0o644 {
+		t.Errorf("it has %d names and mode %v", n, mode)
+	}
+	if n := strings.Count(s.notes.String(), "not used: "+shard+": "); n != 1 {
+		t.Errorf("told %d times: %s", n, &s.notes)
+	}
+	if left, err := os.ReadDir(elsewhere); err != nil || len(left) != 2 {
+		t.Errorf("written through the link: %v, %v", left, err)
+	}
+}
+
 // TestCachedResume: what was received without a cache is gone on with.
 func TestCachedResume(t *testing.T) {
 	s := newSite(t)

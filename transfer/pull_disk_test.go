@@ -3,6 +3,7 @@ package transfer_test
 import (
 	"bytes"
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"math/rand/v2"
@@ -15,6 +16,7 @@ import (
 	"sync"
 	"syscall"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -448,5 +450,126 @@ func TestMemory(t *testing.T) {
 	t.Logf("heap in use: %d MiB with files of 32 MiB, %d MiB with files of 256 MiB", small/mib, large/mib)
 	if large > small+8*mib || large > 40*mib {
 		t.Errorf("heap grows with the size of a file: %d, then %d", small, large)
+	}
+}
+
+// decay changes a byte of a file in such a way that it looks as it did.
+func decay(t *testing.T, path string) {
+	t.Helper()
+	fi, err := os.Stat(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	f, err := os.OpenFile(path, os.O_RDWR, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var b [1]byte
+	_, err = f.ReadAt(b[:], 1000)
+	b[0] ^= 1
+	if err == nil {
+		_, err = f.WriteAt(b[:], 1000)
+	}
+	if err := errors.Join(err, f.Close(), os.Chtimes(path, time.Time{}, fi.ModTime())); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// look makes the record of a folder say that its files look as they do now: as after damage that no filesystem saw.
+func look(t *testing.T, dir string) {
+	t.Helper()
+	target, err := staging.Target(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	known, err := staging.Known(target)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for i, f := range known.Complete.Files {
+		fi, err := os.Lstat(filepath.Join(target, f.Name))
+		if err != nil {
+			t.Fatal(err)
+		}
+		stat := staging.StatOf(fi)
+		known.Complete.Files[i].Stat = &stat
+	}
+	b, err := json.Marshal(known.Complete)
+	if err != nil {
+		t.Fatal(err)
+	}
+	write(t, filepath.Join(filepath.Dir(target), "."+filepath.Base(target)+".kiln", "complete.json"), b)
+}
+
+// TestDecayed: a file that changed and looks as it did is repaired where a pull is asked to hash, or a check has found it.
+func TestDecayed(t *testing.T) {
+	s := newSite(t)
+	files := model(2, mib)
+	s.push("m", "v1", files)
+	plan := s.resolve("m", "v1")
+	for name, o := range map[string]transfer.PullOptions{"repair": {Repair: true}, "replace": {Replace: true}, "checked": {}} {
+		t.Run(name, func(t *testing.T) {
+			dir := filepath.Join(t.TempDir(), "m")
+			s.pull(dir, files)
+			decay(t, filepath.Join(dir, "model-b.safetensors"))
+			look(t, dir)
+			if done, err := transfer.Pull(t.Context(), s.c, plan, dir, s.options()); err != nil || !done.Already {
+				t.Fatalf("it is seen: %+v, %v", done, err)
+			}
+			if name == "checked" {
+				v, err := transfer.Verify(t.Context(), dir, plan.Files, transfer.VerifyOptions{})
+				if err != nil || len(v.Findings) != 1 {
+					t.Fatalf("%+v, %v", v, err)
+				}
+				names, err := transfer.Doubt(t.Context(), dir, v.Findings)
+				if err != nil || len(names) != 1 || names[0] != "model-b.safetensors" {
+					t.Fatal(names, err)
+				}
+				if names, err := transfer.Doubt(t.Context(), dir, v.Findings); err != nil || len(names) != 0 {
+					t.Errorf("noted once more: %v, %v", names, err)
+				}
+			}
+			s.onBlob(nil)
+			o.Staging = s.options().Staging
+			done, err := transfer.Pull(t.Context(), s.c, plan, dir, o)
+			if err != nil || done.Already || done.Reused != len(files)-1 || s.sent() != mib {
+				t.Errorf("%+v, %d bytes sent, %v", done, s.sent(), err)
+			}
+			s.holds(dir, files)
+			if done, err = transfer.Pull(t.Context(), s.c, plan, dir, o); err != nil || !done.Already || s.sent() != mib {
+				t.Errorf("again: %+v, %d bytes sent, %v", done, s.sent(), err)
+			}
+		})
+	}
+}
+
+// TestDoubt: nothing is noted of what the record doesn't name, nor where a pull is at work or nothing was pulled.
+func TestDoubt(t *testing.T) {
+	s := newSite(t)
+	files := model(2, mib)
+	s.push("m", "v1", files)
+	dir := filepath.Join(t.TempDir(), "m")
+	s.pull(dir, files)
+	right := transfer.Finding{Name: "config.json", Want: identity.Sum(files["config.json"])}
+	for _, x := range []transfer.Finding{{Name: "other", Want: right.Want}, {Name: "config.json"}} {
+		if names, err := transfer.Doubt(t.Context(), dir, []transfer.Finding{x}); err != nil || len(names) != 0 {
+			t.Errorf("%+v: %v, %v", x, names, err)
+		}
+	}
+	if names, err := transfer.Doubt(t.Context(), t.TempDir(), []transfer.Finding{right}); err != nil || len(names) != 0 {
+		t.Errorf("of a folder that was not pulled: %v, %v", names, err)
+	}
+	area, err := staging.Open(t.Context(), dir, staging.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := transfer.Doubt(t.Context(), dir, []transfer.Finding{right}); !errors.Is(err, staging.ErrBusy) {
+		t.Errorf("while a pull is at work: %v", err)
+	}
+	if err := area.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if done := s.pull(dir, files); !done.Already {
+		t.Errorf("%+v", done)
 	}
 }

@@ -3,6 +3,7 @@ package transfer
 import (
 	"cmp"
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -109,6 +110,52 @@ func Midstates(ctx context.Context, c *client.Client, f staging.File) *lanes.Sta
 		return nil
 	}
 	return s
+}
+
+// Doubt notes in the record beside a folder, which must be in the form that staging.Target returns, which of its files
+// were found not to be what the record says, and returns their names: the next pull hashes them, although they may look
+// as they did when they were verified. It is durable. There may be nothing to note. staging.ErrBusy, staging.ErrForeign, and
+// what the filesystem says to who may not write there.
+func Doubt(ctx context.Context, target string, found []Finding) (names []string, err error) {
+	known, err := staging.Known(target)
+	if err != nil || len(doubtful(known.Complete, found)) == 0 {
+		return nil, err
+	}
+	area, err := staging.Open(ctx, target, staging.Options{})
+	if err != nil {
+		return nil, err
+	}
+	defer func() { err = errors.Join(err, area.Close()) }()
+	if known, err = staging.Known(target); err != nil { // a pull may have ended just now
+		return nil, err
+	}
+	if names = doubtful(known.Complete, found); len(names) == 0 {
+		return nil, nil
+	}
+	b, err := json.MarshalIndent(known.Complete, "", "  ")
+	if err == nil {
+		err = area.Held()
+	}
+	if err == nil {
+		path := filepath.Join(filepath.Dir(target), "."+filepath.Base(target)+".kiln", "complete.json")
+		err = durable.Disk{}.WriteFile(path, append(b, '\n'), 0o644)
+	}
+	return names, err
+}
+
+// doubtful takes the look of files from a record that are found not to be what it says, and returns their names.
+func doubtful(r *staging.Record, found []Finding) (names []string) {
+	if r == nil {
+		return nil
+	}
+	for i, f := range r.Files {
+		wrong := func(x Finding) bool { return x.Name == f.Name && x.Want == f.Digest }
+		if f.Stat != nil && slices.ContainsFunc(found, wrong) {
+			r.Files[i].Stat = nil
+			names = append(names, f.Name)
+		}
+	}
+	return names
 }
 
 type piece [durable.PieceSize]byte

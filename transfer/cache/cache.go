@@ -322,7 +322,7 @@ func ReadOnly(err error) bool {
 func (c *Cache) Is(path string, d identity.Digest) bool {
 	a, err := os.Lstat(path)
 	b, berr := os.Lstat(c.path(d))
-	return err == nil && berr == nil && os.SameFile(a, b)
+	return err == nil && berr == nil && os.SameFile(a, b) && c.Uses(d)
 }
 
 // parse returns the digest that the name of a file of the cache stands for, and what the name has beside it.
