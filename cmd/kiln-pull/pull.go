@@ -83,9 +83,10 @@ func pullCommand() *cobra.Command {
 	cmd.Flags().StringArrayVar(&f.only, "only", nil,
 		"PATTERN of file names, as '*.json', to pull only some files; may be repeated. What is pulled so is no base")
 	cmd.Flags().BoolVar(&f.options.Replace, "replace", false,
-		"replace the folder at DIR, whatever it is; its files that match are used. A folder at --with-base stays")
+		"replace the folder at DIR, whatever it is; its files are hashed, and those that match are used. A folder at\n"+
+			"--with-base stays")
 	cmd.Flags().BoolVar(&f.options.Repair, "repair", false,
-		"take a DIR without a record: keep its files that match, replace the rest")
+		"hash the files of DIR, whatever its record says, or without one: keep those that match, replace the rest")
 	cmd.Flags().StringVar(&f.withBase, "with-base", "", "DIR for the base that it was made from, which is pulled too")
 	cmd.Flags().StringVar(&f.against, "against", "",
 		"the base that it shall run on: DIR, FILE, REF, AGGREGATE or http://host:8420")

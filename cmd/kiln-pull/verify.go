@@ -41,6 +41,7 @@ func verifyCommand() *cobra.Command {
 		Short: "Hash every file of a pulled folder and say what does not match",
 		Long: "Hash every file of a pulled folder and say what does not match.\n\n" +
 			"Without --against the folder is compared with the record that pull left beside it, and no network is used.\n" +
+			"Damage is noted in that record, so that the next pull repairs the folder, however its files look.\n" +
 			"Against an AGGREGATE only the base weights are compared, whatever the files are called; no network is used\n" +
 			"unless they differ. Against a REF, every file is. Against a FILE that holds a shard manifest, every shard is.",
 		Args: cli.Args("DIR"),
@@ -85,7 +86,9 @@ func (f *verifyFlags) verify(ctx context.Context, dir string, stdout, stderr io.
 	}
 	show := progress.New(f.Flags, stdout, stderr)
 	v := verdict{Event: "verified", Folder: target}
-	err = f.compare(ctx, known, &v, show)
+	if err = f.compare(ctx, known, &v, show); err == nil {
+		doubt(ctx, v, show)
+	}
 	show.Close()
 	if err != nil {
 		return err
@@ -102,6 +105,18 @@ func (f *verifyFlags) verify(ctx context.Context, dir string, stdout, stderr io.
 		return cli.Silent(cli.CodeNo)
 	}
 	return nil
+}
+
+// doubt has the next pull hash a folder in which damage was found, also where it looks as it did when it was pulled.
+func doubt(ctx context.Context, v verdict, show *progress.Show) {
+	names, err := transfer.Doubt(ctx, v.Folder, v.Findings)
+	switch {
+	case err != nil:
+		show.Note(fmt.Sprintf("not noted in the record beside the folder: %v; pull --repair hashes it all the same", err))
+	case len(names) > 0:
+		show.Note("noted in the record beside the folder, so that the next pull repairs it: " +
+			plural(len(names), "damaged file", "damaged files"))
+	}
 }
 
 // absent is the answer for a folder that is not there.

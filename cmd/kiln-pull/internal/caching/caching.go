@@ -35,11 +35,18 @@ func Open(dir string, note func(string)) (*cache.Cache, error) {
 		return nil, nil
 	}
 	c, err := cache.Open(dir, cache.Options{Notify: note})
-	if errors.Is(err, cache.ErrForeign) {
-		err = cli.Hint(cli.Exit(cli.CodeUsage, err),
+	return c, explain(err)
+}
+
+func explain(err error) error {
+	switch {
+	case errors.Is(err, cache.ErrForeign):
+		return cli.Hint(cli.Exit(cli.CodeUsage, err),
 			"name a folder of this user's; nobody else may write there: chmod go-w")
+	case errors.Is(err, cache.ErrNone):
+		return cli.Hint(cli.Exit(cli.CodeUsage, err), "a cache is what pull --cache DIR makes")
 	}
-	return c, err
+	return err
 }
 
 // Command returns the cache command.
@@ -79,7 +86,8 @@ func open(args []string, note func(string)) (*cache.Cache, error) {
 	if fi, err := os.Stat(dir); err != nil || !fi.IsDir() {
 		return nil, cli.Exit(cli.CodeNotFound, fmt.Errorf("%s: no such folder", dir))
 	}
-	return Open(dir, note)
+	c, err := cache.OpenOld(dir, cache.Options{Notify: note})
+	return c, explain(err)
 }
 
 type pruneFlags struct {
