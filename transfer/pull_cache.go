@@ -156,9 +156,9 @@ func (p *pull) copy(ctx context.Context, f staging.File, e cache.Entry, from *os
 	return true, nil
 }
 
-// through is how a file is fetched through the cache: by one pull of the machine at a time, into the cache and from there
-// to the area. What an earlier pull received without a cache goes on without it. Nil: there is no cache, or it is not used
-// for the file.
+// through is how a file is fetched through the cache: by one pull of the machine at a time, into the cache and from
+// there to the area. What an earlier pull received without a cache goes on without it. Nil: there is no cache, or it is
+// not used for the file.
 func (p *pull) through(f staging.File) func(context.Context, func(*staging.Area) error) error {
 	if p.o.Cache == nil || !p.o.Cache.Uses(f.Digest) {
 		return nil

@@ -501,13 +501,15 @@ func look(t *testing.T, dir string) {
 	write(t, filepath.Join(filepath.Dir(target), "."+filepath.Base(target)+".kiln", "complete.json"), b)
 }
 
-// TestDecayed: a file that changed and looks as it did is repaired where a pull is asked to hash, or a check has found it.
+// TestDecayed: a file that changed and looks as it did is repaired where a pull is asked to hash, or a check found it.
 func TestDecayed(t *testing.T) {
 	s := newSite(t)
 	files := model(2, mib)
 	s.push("m", "v1", files)
 	plan := s.resolve("m", "v1")
-	for name, o := range map[string]transfer.PullOptions{"repair": {Repair: true}, "replace": {Replace: true}, "checked": {}} {
+	for name, o := range map[string]transfer.PullOptions{
+		"repair": {Repair: true}, "replace": {Replace: true}, "checked": {},
+	} {
 		t.Run(name, func(t *testing.T) {
 			dir := filepath.Join(t.TempDir(), "m")
 			s.pull(dir, files)

@@ -114,8 +114,8 @@ func Midstates(ctx context.Context, c *client.Client, f staging.File) *lanes.Sta
 
 // Doubt notes in the record beside a folder, which must be in the form that staging.Target returns, which of its files
 // were found not to be what the record says, and returns their names: the next pull hashes them, although they may look
-// as they did when they were verified. It is durable. There may be nothing to note. staging.ErrBusy, staging.ErrForeign, and
-// what the filesystem says to who may not write there.
+// as they did when they were verified. It is durable. There may be nothing to note. staging.ErrBusy, staging.ErrForeign,
+// and what the filesystem says to who may not write there.
 func Doubt(ctx context.Context, target string, found []Finding) (names []string, err error) {
 	known, err := staging.Known(target)
 	if err != nil || len(doubtful(known.Complete, found)) == 0 {

@@ -352,7 +352,8 @@ func TestBootID(t *testing.T) {
 func TestPath(t *testing.T) {
 	dir := t.TempDir()
 	name, other, to := filepath.Join(dir, "name"), filepath.Join(dir, "other"), filepath.Join(dir, "to")
-	if err := errors.Join(os.WriteFile(name, []byte("opened"), 0o644), os.WriteFile(other, []byte("other"), 0o644)); err != nil {
+	err := errors.Join(os.WriteFile(name, []byte("opened"), 0o644), os.WriteFile(other, []byte("other"), 0o644))
+	if err != nil {
 		t.Fatal(err)
 	}
 	f, err := OpenRegular(name, os.O_RDONLY, 0)

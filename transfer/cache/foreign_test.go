@@ -35,8 +35,8 @@ var foreigners = map[string]func(shard string) bool{
 	},
 }
 
-// TestForeignShard: nothing is found in a folder that others could have written to, and nothing received into it, changed
-// or removed. It is told once.
+// TestForeignShard: nothing is found in a folder that others could have written to, and nothing received into it,
+// changed or removed. It is told once.
 func TestForeignShard(t *testing.T) {
 	b := small(1)
 	for name, spoil := range foreigners {

@@ -18,8 +18,8 @@ var ErrStalled = errors.New("another pull receives it and does not get on")
 // Receive returns the file that f names. If the cache lacks it, it calls fetch, which brings it into an area, and then
 // keeps it: fetched says so. At most one process at a time does so for a file; the others wait for it, and go on from
 // what it left if it is gone. waiting, if not nil, is told now and then who is at work and how many bytes it has.
-// fetch is called a second time if what an earlier process left turns out to be changed. ErrStalled, ErrForeign, and what
-// fetch returns; then what was fetched is kept for the next call.
+// fetch is called a second time if what an earlier process left turns out to be changed. ErrStalled, ErrForeign, and
+// what fetch returns; then what was fetched is kept for the next call.
 func (c *Cache) Receive(ctx context.Context, f staging.File, fetch func(*staging.Area) error,
 	waiting func(who error, have int64),
 ) (e Entry, fetched bool, err error) {

@@ -73,7 +73,8 @@ func TestRewrite(t *testing.T) {
 			t.Fatal(err, d)
 		}
 	}
-	if short, err := os.ReadFile(filepath.Join(dir, "pull.short.json")); err != nil || !strings.Contains(string(short), `"rounds": 3`) {
+	short, err := os.ReadFile(filepath.Join(dir, "pull.short.json"))
+	if err != nil || !strings.Contains(string(short), `"rounds": 3`) {
 		t.Errorf("the short form: %s, %v", short, err)
 	}
 	got, err := os.ReadFile(path)

@@ -61,8 +61,8 @@ func (t Table) circumstances() string {
 		t.Machine.TCP, t.Machine.Go, 100*t.Busy, quiet, t.Before, t.After)
 }
 
-// Save writes the table to NAME.json in dir, which is made if it is not there, or to NAME.short.json: a short form takes no
-// full one's place.
+// Save writes the table to NAME.json in dir, which is made if it is not there, or to NAME.short.json: a short form takes
+// no full one's place.
 func (t Table) Save(dir string) error {
 	if err := os.MkdirAll(dir, 0o777); err != nil {
 		return err
