@@ -35,6 +35,18 @@ func (c *Client) StatBlob(ctx context.Context, repo string, d identity.Digest) (
 // bytes are not hashed here, and nothing is retried: a call that starts where the last one ended asks the registry for a
 // new redirect.
 func (c *Client) Blob(ctx context.Context, repo string, d identity.Digest, off, n, total int64) (io.ReadCloser, error) {
+	return c.blob(ctx, repo, d, off, n, total, 0)
+}
+
+// Whole opens a blob of size bytes from its start, as Blob does, where the first known bytes are here already and the
+// server sends no parts: those come once more, but are no progress to Retry.
+func (c *Client) Whole(ctx context.Context, repo string, d identity.Digest, known, size int64) (io.ReadCloser, error) {
+	return c.blob(ctx, repo, d, 0, size, size, known)
+}
+
+func (c *Client) blob(ctx context.Context, repo string, d identity.Digest, off, n, total, known int64) (
+	io.ReadCloser, error,
+) {
 	if off < 0 || n <= 0 || total-off < n {
 		return nil, fmt.Errorf("blob %s: bytes %d to %d of %d asked for", d, off, off+n, total)
 	}
@@ -51,7 +63,7 @@ func (c *Client) Blob(ctx context.Context, repo string, d identity.Digest, off, 
 		resp.Body.Close()
 		return nil, fmt.Errorf("blob %s: %w", d, err)
 	}
-	return &body{rc: resp.Body, left: n, size: n, c: c, host: resp.Request.URL.Host}, nil
+	return &body{rc: resp.Body, left: n, size: n, known: known, c: c, host: resp.Request.URL.Host}, nil
 }
 
 // maxMidstates bounds the midstates of one blob, in bytes: those of 4 TiB.
@@ -61,6 +73,12 @@ const maxMidstates = 8 << 20
 // redirect to another host is ErrNotBlob. They are not checked here. api.ErrMidstatesUnknown where it has none of the
 // blob, api.ErrBlobUnknown where the caller may pull the blob from no repository. ErrSlow.
 func (c *Client) Midstates(ctx context.Context, d identity.Digest) ([]byte, error) {
+	return c.MidstatesOf(ctx, d, maxMidstates)
+}
+
+// MidstatesOf is Midstates for a blob whose size is known, so that they have most bytes at most. A longer answer is
+// ErrNotBlob, and is not read further.
+func (c *Client) MidstatesOf(ctx context.Context, d identity.Digest, most int64) ([]byte, error) {
 	ctx, done := within(ctx)
 	defer done()
 	resp, err := c.do(ctx, call{
@@ -78,7 +96,7 @@ func (c *Client) Midstates(ctx context.Context, d identity.Digest) ([]byte, erro
 	}
 	var form []byte
 	if err == nil {
-		form, err = bounded(resp, maxMidstates)
+		form, err = bounded(resp, min(most, maxMidstates))
 	}
 	if err != nil {
 		return nil, fmt.Errorf("midstates of %s: %w", d, err)
@@ -110,6 +128,7 @@ func checkBlob(resp *http.Response, part bool, off, n, total int64) error {
 type body struct {
 	rc         io.ReadCloser
 	left, size int64
+	known      int64 // bytes from the start that are no progress
 	c          *Client
 	host       string
 }
@@ -120,7 +139,7 @@ func (b *body) Read(p []byte) (int, error) {
 	}
 	n, err := b.rc.Read(p[:min(int64(len(p)), b.left)])
 	b.left -= int64(n)
-	b.c.moved.Add(int64(n))
+	b.c.moved.Add(max(0, min(int64(n), b.size-b.left-b.known)))
 	if err == io.EOF {
 		err = nil
 		if b.left > 0 {

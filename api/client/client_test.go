@@ -256,6 +256,20 @@ func TestMidstatesRefused(t *testing.T) {
 	}
 }
 
+// TestMidstatesLength: midstates are as long as the size of the blob allows, and not read further.
+func TestMidstatesLength(t *testing.T) {
+	const most = 1 << 10
+	for n, want := range map[int]error{most: nil, most + 1: ErrNotBlob} {
+		c := dial(t, func(w http.ResponseWriter, r *http.Request) {
+			w.Header().Set("Content-Type", api.MediaTypeMidstates)
+			w.Write(make([]byte, n))
+		}, Options{})
+		if form, err := c.MidstatesOf(t.Context(), digest, most); !errors.Is(err, want) || err == nil && len(form) != n {
+			t.Errorf("%d bytes: got %d, %v", n, len(form), err)
+		}
+	}
+}
+
 func TestErrorBody(t *testing.T) {
 	c := dial(t, func(w http.ResponseWriter, r *http.Request) {
 		w.Header().Set("Content-Type", "application/json")

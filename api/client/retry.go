@@ -92,6 +92,22 @@ func (c *Client) Retry(ctx context.Context, what string, fn func() error) error 
 	}
 }
 
+// Once calls fn, for what can be done without: a second time only if a connection dropped. It keeps to the waits of
+// Retry, but lets nobody wait, whatever the server asks for.
+func (c *Client) Once(ctx context.Context, fn func() error) error {
+	if err := c.wait(ctx, c.pace.left()); err != nil {
+		return err
+	}
+	err := fn()
+	if !dropped(err) || ctx.Err() != nil {
+		return err
+	}
+	if err := c.wait(ctx, jitter(c.backoff)); err != nil {
+		return err
+	}
+	return fn()
+}
+
 // wait sleeps for d, or until ctx ends. Shared waits get a little jitter, so that workers do not return in step.
 func (c *Client) wait(ctx context.Context, d time.Duration) error {
 	if d <= 0 {
@@ -108,6 +124,12 @@ func (c *Client) wait(ctx context.Context, d time.Duration) error {
 }
 
 func jitter(d time.Duration) time.Duration { return d/2 + time.Duration(rand.Int64N(int64(d)/2+1)) }
+
+func dropped(err error) bool {
+	var s *StatusError
+	return !errors.As(err, &s) && (errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) ||
+		errors.Is(err, syscall.ECONNRESET) || errors.Is(err, syscall.EPIPE))
+}
 
 // Temporary says whether the same request may well succeed later: a connection that broke, a body that ended early or
 // stalled, 408, 429 and most of the 5xx answers, and a refusal by the target of a redirect, whose link may have run out.

@@ -10,6 +10,7 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
+	"testing/iotest"
 	"testing/synctest"
 	"time"
 )
@@ -149,6 +150,51 @@ func TestRetryProgress(t *testing.T) {
 			t.Errorf("cancelled after 100 ms, returned %v after %s", err, time.Since(start))
 		}
 	})
+}
+
+// TestOnce: what can be done without is tried once, or twice if a connection dropped, and lets nobody wait; but it waits
+// where others were asked to.
+func TestOnce(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		for _, tt := range []struct {
+			err   error
+			tries int
+		}{
+			{nil, 1}, {io.EOF, 2}, {io.ErrUnexpectedEOF, 2}, {ErrIdle, 1}, {context.Canceled, 1},
+			{&StatusError{Status: http.StatusTooManyRequests, RetryAfter: time.Minute}, 1},
+			{&StatusError{Status: http.StatusServiceUnavailable, Err: io.EOF}, 1},
+		} {
+			c, tries, start := fresh(t), 0, time.Now()
+			err := c.Once(t.Context(), func() error { tries++; return tt.err })
+			if !errors.Is(err, tt.err) || tries != tt.tries || c.pace.left() > 0 || time.Since(start) > time.Second {
+				t.Errorf("%v: %d tries in %s, %v", tt.err, tries, time.Since(start), err)
+			}
+		}
+		c, start := fresh(t), time.Now()
+		c.pace.hold(start.Add(7 * time.Second))
+		err := c.Once(t.Context(), func() error { return nil })
+		if err != nil || time.Since(start) < 7*time.Second {
+			t.Errorf("asked after %s, %v", time.Since(start), err)
+		}
+	})
+}
+
+// TestKnownIsNoProgress: bytes that a server without parts sends once more start no count anew.
+func TestKnownIsNoProgress(t *testing.T) {
+	c := dial(t, func(w http.ResponseWriter, r *http.Request) { w.Write(content) }, Options{})
+	size := int64(len(content))
+	for _, known := range []int64{0, 5, size} {
+		before := c.moved.Load()
+		body, err := c.Whole(t.Context(), "m", digest, known, size)
+		if err != nil {
+			t.Fatal(err)
+		}
+		got, err := io.ReadAll(iotest.OneByteReader(body))
+		if err != nil || int64(len(got)) != size || c.moved.Load()-before != size-known {
+			t.Errorf("%d known: %d bytes, %d of them progress, %v", known, len(got), c.moved.Load()-before, err)
+		}
+		body.Close()
+	}
 }
 
 func TestParseRetryAfter(t *testing.T) {
