@@ -13,6 +13,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"net/http"
 	"slices"
 	"sync"
@@ -195,14 +196,11 @@ func (f *fetcher) midstates(ctx context.Context, file File) *lanes.States {
 	}
 	c := f.registry().Client
 	var form []byte
-	var err error
-	rerr := c.Retry(ctx, file.Name, func() error {
-		if form, err = c.Midstates(ctx, file.Digest); overload(err) {
-			return err
-		}
-		return nil // without is no failure
+	err := c.Once(ctx, func() (err error) {
+		form, err = c.MidstatesOf(ctx, file.Digest, formSize(file.Size))
+		return err
 	})
-	if err = errors.Join(err, rerr); err != nil {
+	if err != nil {
 		if !errors.Is(err, api.ErrMidstatesUnknown) && !status(err, http.StatusNotFound) && ctx.Err() == nil {
 			f.note(file, "its midstates can't be had, and it comes in order: %v", err)
 		}
@@ -219,6 +217,12 @@ func (f *fetcher) midstates(ctx context.Context, file File) *lanes.States {
 	return states
 }
 
+// formSize returns how many bytes the midstates of a blob have.
+func formSize(size int64) int64 {
+	const bare = lanes.MaxBytes - lanes.MaxEdges*len(lanes.State{})
+	return int64(bare) + lanes.Edges(size, lanes.SegmentSize)*int64(len(lanes.State{}))
+}
+
 // share returns how many connections one large file may have, at least one: while there are others they are better used
 // there, as writes to one file wait for one another.
 func (f *fetcher) share() int {
@@ -230,7 +234,14 @@ func (f *fetcher) registry() *source { return f.pool.sources[0] }
 
 // open asks the source of a lease for a part of a file. The lease stays the caller's.
 func (f *fetcher) open(ctx context.Context, l *lease, file File, off, end int64) (*reader, error) {
-	rc, err := l.s.Client.Blob(ctx, l.s.Repo, file.Digest, off, end-off, file.Size)
+	return f.read(ctx, l, func(s Source) (io.ReadCloser, error) {
+		return s.Client.Blob(ctx, s.Repo, file.Digest, off, end-off, file.Size)
+	})
+}
+
+// read opens something of the source of a lease.
+func (f *fetcher) read(ctx context.Context, l *lease, open func(Source) (io.ReadCloser, error)) (*reader, error) {
+	rc, err := open(l.s.Source)
 	if err != nil {
 		if overload(err) {
 			l.back()
@@ -246,14 +257,21 @@ func (f *fetcher) blame(s *source, file File, err error) {
 	switch {
 	case errors.Is(err, errSlow):
 		f.note(file, "mirror %s: %v; it is asked for less", host, err)
+	case errors.Is(err, errCrawl):
+		f.note(file, "mirror %s: %v; another source is tried", host, err)
 	case errors.Is(err, errNoSource): // it was blamed already
 	case status(err, http.StatusNotFound):
 		if f.pool.lack(s, file.Digest) {
 			f.note(file, "mirror %s does not have it", host)
 		}
 	case client.Temporary(err):
-		if f.pool.fault(s, asked(err)) {
+		switch rest, last := f.pool.fault(s, asked(err)); {
+		case last && asked(err) > maxRest:
+			f.note(file, "mirror %s is not asked any more, as it wants to rest for %s: %v", host, asked(err), err)
+		case last:
 			f.note(file, "mirror %s is not asked any more: %v", host, err)
+		case rest > 0:
+			f.note(file, "mirror %s: %v; it rests for %s", host, err, rest)
 		}
 	default:
 		if f.pool.drop(s) {

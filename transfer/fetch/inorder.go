@@ -3,9 +3,11 @@ package fetch
 import (
 	"context"
 	"errors"
+	"fmt"
 	"io"
 	"net/http"
 	"slices"
+	"time"
 
 	"github.com/kiln-registry/kiln-registry/api/client"
 	"github.com/kiln-registry/kiln-registry/internal/durable"
@@ -17,6 +19,8 @@ const (
 	partSize = 3 << 20  // bytes of one of the parallel requests for one file
 	window   = 4        // such requests for one file at a time
 	parts    = 4        // over all files: 12 MiB of buffers, whatever the sizes
+
+	maxPassed = 8 // times the size of a file that may come in vain from a server that sends no parts
 )
 
 // inOrder fetches one file from its start to its end, and once more if it does not match. begun: some of what is there
@@ -76,6 +80,7 @@ type download struct {
 	total   int64   // bytes that were missing at first
 	from    *source // who is asked
 	whole   bool    // the source does not send parts
+	passed  int64   // bytes that came once more, as it does not
 	refused bool    // the registry refused a range once, and the file was begun anew
 	mixed   bool    // a part came from a mirror, the rest did not
 }
@@ -157,27 +162,36 @@ func (d *download) retry(ctx context.Context, fn func() error) error {
 }
 
 // blob opens a part with a connection of its own.
-func (d *download) blob(ctx context.Context, off, end int64) (io.ReadCloser, error) {
-	l, err := d.f.pool.take(ctx, func(s *source) bool { return s == d.from })
+func (d *download) blob(ctx context.Context, off, end int64) (*body, error) {
+	return d.open(ctx, func(s Source) (io.ReadCloser, error) {
+		return s.Client.Blob(ctx, s.Repo, d.file.Digest, off, end-off, d.file.Size)
+	})
+}
+
+// open asks who is asked, with a connection of its own. A mirror that rests is not waited for: errNoSource.
+func (d *download) open(ctx context.Context, open func(Source) (io.ReadCloser, error)) (*body, error) {
+	l, err := d.f.pool.take(ctx, func(s *source) bool {
+		return s == d.from && !(s.mirror && s.rested.After(time.Now()))
+	})
 	if err != nil {
 		return nil, err
 	}
-	r, err := d.f.open(ctx, l, d.file, off, end)
+	l.instead = func(s *source) bool { return !s.mirror }
+	r, err := d.f.read(ctx, l, open)
 	if err != nil {
 		l.end()
 		return nil, err
 	}
-	return closer{r, l}, nil
+	return &body{r}, nil
 }
 
-type closer struct {
-	*reader
-	l *lease
-}
+// body is a reader that has a connection of its own.
+type body struct{ *reader }
 
-func (c closer) Close() error {
-	defer c.l.end()
-	return c.reader.Close()
+// Close gives the connection back.
+func (b *body) Close() error {
+	defer b.l.end()
+	return b.reader.Close()
 }
 
 // stream reads one part with one request.
@@ -192,19 +206,28 @@ func (d *download) stream(ctx context.Context, end int64) error {
 
 // skip reads the whole file and passes over what is there already.
 func (d *download) skip(ctx context.Context) error {
-	rc, err := d.blob(ctx, 0, d.file.Size)
+	if d.passed/maxPassed > d.file.Size {
+		return fmt.Errorf("%s sends no parts, and broke off again and again: %d bytes of it came that were here before",
+			d.from.Client.Host(), d.passed)
+	}
+	known := d.p.Offset()
+	rc, err := d.open(ctx, func(s Source) (io.ReadCloser, error) {
+		return s.Client.Whole(ctx, s.Repo, d.file.Digest, known, d.file.Size)
+	})
 	if err != nil {
 		return err
 	}
 	defer rc.Close()
-	if _, err := io.CopyN(io.Discard, rc, d.p.Offset()); err != nil {
+	n, err := io.CopyN(io.Discard, rc, known)
+	d.passed += n
+	if err != nil {
 		return d.short(err)
 	}
 	return d.write(rc, d.file.Size)
 }
 
 // write takes a body up to the end of a part. What came before an error is kept.
-func (d *download) write(r io.Reader, end int64) error {
+func (d *download) write(r *body, end int64) error {
 	p := <-d.f.pieces
 	defer func() {
 		d.p.Flush()
@@ -218,6 +241,7 @@ func (d *download) write(r io.Reader, end int64) error {
 		}
 		switch {
 		case err == io.EOF && d.p.Offset() == end:
+			r.l.useful()
 			return nil
 		case err != nil:
 			return d.short(err)

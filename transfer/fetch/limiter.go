@@ -1,6 +1,7 @@
 package fetch
 
 import (
+	"cmp"
 	"context"
 	"io"
 	"sync"
@@ -71,13 +72,10 @@ func (r *reader) Read(b []byte) (int, error) {
 	if n == 0 {
 		return n, err
 	}
-	if slow := r.l.moved(n); err == nil {
-		err = slow
-	}
-	if werr := r.f.limit.wait(r.ctx, n); err == nil {
-		err = werr
-	}
-	return n, err
+	begun := time.Now()
+	werr := r.f.limit.wait(r.ctx, n)
+	slow := r.l.moved(n, time.Since(begun))
+	return n, cmp.Or(err, slow, werr)
 }
 
 // fill is io.ReadFull, but does not replace the error of the reader.

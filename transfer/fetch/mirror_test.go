@@ -2,8 +2,10 @@ package fetch_test
 
 import (
 	"errors"
+	"fmt"
 	"net/http"
 	"net/http/httptest"
+	"strconv"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -71,12 +73,12 @@ func TestBadMirror(t *testing.T) {
 		}, "redirected to another host", 1},
 		"lacks it":          {answer(http.StatusNotFound), "does not have it", 1},
 		"refuses":           {answer(http.StatusUnauthorized), "is not asked any more", 1},
-		"is asked too much": {answer(http.StatusTooManyRequests), "", 3},
-		"fails":             {answer(http.StatusBadGateway), "", 3},
+		"is asked too much": {answer(http.StatusTooManyRequests), "it rests for 1s", 3},
+		"fails":             {answer(http.StatusBadGateway), "it rests for 1s", 3},
 		"dies": {func(w http.ResponseWriter, r *http.Request, b []byte) bool {
 			serve(&cutter{w, mib}, r, b)
 			return true
-		}, "", 8},
+		}, "it rests for 1s", 3},
 		"sends all": {func(w http.ResponseWriter, r *http.Request, b []byte) bool {
 			r.Header.Del("Range")
 			serve(&cutter{w, mib}, r, b)
@@ -88,12 +90,14 @@ func TestBadMirror(t *testing.T) {
 			return true
 		}, "HTML page", 1},
 		"stalls": {func(w http.ResponseWriter, r *http.Request, b []byte) bool {
-			w.Header().Set("Content-Length", "16777216")
-			w.Header().Set("Content-Range", r.Header.Get("Range"))
+			from, to := rangeOf(r, len(b))
+			w.Header().Set("Content-Length", strconv.Itoa(to-from))
+			w.Header().Set("Content-Range", fmt.Sprintf("bytes %d-%d/%d", from, to-1, len(b)))
+			w.WriteHeader(http.StatusPartialContent)
 			http.NewResponseController(w).Flush()
 			<-r.Context().Done()
 			return true
-		}, "", 3},
+		}, "it rests for 1s", 3},
 	}
 	for name, tt := range tests {
 		t.Run(name, func(t *testing.T) {

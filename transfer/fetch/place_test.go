@@ -44,6 +44,7 @@ type place struct {
 
 	mu    sync.Mutex
 	fault func(w http.ResponseWriter, r *http.Request, b []byte) bool // of a blob; says whether it answered
+	forge func(w http.ResponseWriter, r *http.Request) bool           // of midstates; so does this
 	sent  int64
 	asked []string // method and path of each request
 	seen  []string // Authorization of each request
@@ -74,7 +75,7 @@ func (p *place) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	p.mu.Lock()
 	p.asked = append(p.asked, r.Method+" "+r.URL.Path)
 	p.seen = append(p.seen, r.Header.Get("Authorization"))
-	fault := p.fault
+	fault, forge := p.fault, p.forge
 	p.mu.Unlock()
 	name, midstates := strings.CutSuffix(r.URL.Path, "/midstates")
 	d, err := identity.ParseDigest(name[strings.LastIndexByte(name, '/')+1:])
@@ -84,6 +85,7 @@ func (p *place) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		w.WriteHeader(http.StatusNotFound)
 	case midstates && p.forms[d] == nil:
 		w.WriteHeader(http.StatusNotFound)
+	case midstates && forge != nil && forge(w, r):
 	case midstates:
 		w.Header().Set("Content-Type", api.MediaTypeMidstates)
 		w.Write(p.forms[d])
@@ -116,6 +118,12 @@ func (p *place) onBlob(f func(w http.ResponseWriter, r *http.Request, b []byte) 
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.fault, p.sent, p.asked = f, 0, nil
+}
+
+func (p *place) onMidstates(f func(w http.ResponseWriter, r *http.Request) bool) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.forge = f
 }
 
 func (p *place) bytes() int64 {

@@ -3,6 +3,7 @@ package fetch
 import (
 	"context"
 	"errors"
+	"fmt"
 	"sync"
 	"time"
 
@@ -15,9 +16,12 @@ const (
 	gain       = 1.05                   // more connections must bring that much more, or they are given back
 	settle     = 8                      // epochs after which more connections are tried once more
 	slowness   = 8                      // a source so many times slower than the fastest is only the last resort
+	floor      = 64 << 10               // bytes a second below which a mirror is left for a source that was not tried
 	patience   = 3 * time.Second        // after which a request to a source that is that slow is broken off
-	maxFaults  = 3                      // in a row, after which a mirror is not asked any more
+	maxFaults  = 3                      // with no use in between, after which a mirror is not asked any more
 	firstRest  = time.Second            // of a mirror after a fault; doubled with each more
+	longRest   = 10 * time.Second       // is told of each time
+	maxRest    = time.Minute            // a mirror that asks for more is not asked any more
 )
 
 // errNoSource: no source is left that could give the bytes.
@@ -53,7 +57,8 @@ type source struct {
 	limit  int // connections that it may have
 	most   int
 	out    bool // it is not asked any more
-	faults int  // in a row
+	faults int  // since it was of use
+	told   bool // that it rests
 	rested time.Time
 	lacks  map[identity.Digest]bool
 	rate   float64 // bytes a second of one connection; zero: not known
@@ -78,6 +83,9 @@ type lease struct {
 	s     *source
 	begun time.Time
 	bytes int64
+	held  time.Duration // that no bytes were read, as the limit of the user wants it
+	// instead says, with the pool locked, whether another source might give the same. Nil: none.
+	instead func(*source) bool
 }
 
 // take waits until a source that fits has room, and takes it. fits is called with the pool locked. errNoSource.
@@ -197,52 +205,75 @@ func (l *lease) end() {
 	defer l.p.mu.Unlock()
 	l.s.used--
 	l.p.used--
-	if l.bytes > 0 {
-		l.s.faults = 0
-	}
-	l.learn(time.Since(l.begun))
+	l.learn(time.Now())
 	l.p.wake()
 }
 
+// useful forgets the faults of a source: it gave what it was asked for.
+func (l *lease) useful() {
+	l.p.mu.Lock()
+	defer l.p.mu.Unlock()
+	l.s.faults = 0
+}
+
+// rate returns bytes a second of the time that the source had.
+func (l *lease) rate(now time.Time) float64 {
+	return float64(l.bytes) / max(now.Sub(l.begun)-l.held, time.Millisecond).Seconds()
+}
+
 // learn takes the rate of a connection into the average of its source.
-func (l *lease) learn(took time.Duration) {
+func (l *lease) learn(now time.Time) {
 	const enough = 64 << 10 // bytes below which it is the distance that was measured
 	if l.bytes < enough {
 		return
 	}
-	rate := float64(l.bytes) / max(took, time.Millisecond).Seconds()
+	rate := l.rate(now)
 	if l.s.rate > 0 {
 		rate = (l.s.rate + rate) / 2
 	}
 	l.s.rate = rate
 }
 
-// moved counts bytes of the connection. errSlow: it is so slow that another source should be asked.
-func (l *lease) moved(n int) error {
+// moved counts bytes of the connection, which the limit of the user held up for so long. errSlow, errCrawl: another
+// source should be asked.
+func (l *lease) moved(n int, held time.Duration) error {
 	l.p.mu.Lock()
 	defer l.p.mu.Unlock()
 	now := time.Now()
 	l.bytes += int64(n)
+	l.held += held
 	if l.s.meter.count(n, now) {
 		l.s.adapt(now)
 		l.p.wake()
 	}
-	took := now.Sub(l.begun)
-	if !l.s.mirror || took < patience {
+	if !l.s.mirror || now.Sub(l.begun)-l.held < patience {
 		return nil
 	}
-	rate := float64(l.bytes) / took.Seconds()
+	rate := l.rate(now)
 	for _, s := range l.p.sources {
-		if s != l.s && !s.out && rate*slowness < s.rate {
+		switch {
+		case s == l.s || s.out:
+		case rate*slowness < s.rate:
 			l.s.rate = rate
 			return errSlow
+		case rate < floor && s.untried(now) && l.instead != nil && l.instead(s):
+			l.s.rate = rate
+			return errCrawl
 		}
 	}
 	return nil
 }
 
-// errSlow: a mirror is far slower than another source.
-var errSlow = errors.New("it is far slower than the others")
+func (s *source) untried(now time.Time) bool {
+	return s.rate == 0 && s.used == 0 && !s.rested.After(now)
+}
+
+var (
+	// errSlow: a mirror is far slower than another source.
+	errSlow = errors.New("it is far slower than the others")
+	// errCrawl: a mirror is so slow that a source of which nothing is known is likely to be faster.
+	errCrawl = fmt.Errorf("it sends less than %d KiB a second", floor>>10)
+)
 
 // count says whether an epoch has ended.
 func (m *meter) count(n int, now time.Time) bool {
@@ -298,17 +329,33 @@ func (p *pool) drop(s *source) bool {
 	return was
 }
 
-// fault lets a mirror rest, for at least the time that it asked for. It says whether that was one fault too many: then
-// it is not asked any more.
-func (p *pool) fault(s *source, asked time.Duration) (last bool) {
+// fault lets a mirror rest, for at least the time that it asked for. last: it is not asked any more, as that was one
+// fault too many, or it asked for too much. Else rest is how long it rests, or zero where that need not be told. What
+// fails while a mirror rests was under way before, and is no fault of its own.
+func (p *pool) fault(s *source, asked time.Duration) (rest time.Duration, last bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	defer p.wake()
+	now := time.Now()
+	if s.out {
+		return 0, false
+	}
+	if asked <= maxRest && s.rested.After(now) {
+		s.rested = now.Add(max(asked, s.rested.Sub(now)))
+		return 0, false
+	}
 	s.faults++
-	s.rested = time.Now().Add(max(asked, firstRest<<min(s.faults-1, maxFaults)))
-	last = s.faults >= maxFaults && !s.out
-	s.out = s.out || last
-	p.wake()
-	return last
+	if s.faults >= maxFaults || asked > maxRest {
+		s.out = true
+		return 0, true
+	}
+	rest = max(asked, firstRest<<(s.faults-1))
+	s.rested = now.Add(rest)
+	if s.told && rest < longRest {
+		return 0, false
+	}
+	s.told = true
+	return rest, false
 }
 
 // lack notes that a source does not have a blob, and says whether that is the first one it lacks.

@@ -3,6 +3,7 @@ package fetch
 import (
 	"context"
 	"errors"
+	"io"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -37,7 +38,7 @@ func (p *pool) drive(t *testing.T, of time.Duration, link func(connections int) 
 		time.Sleep(tick) // of the test's own clock
 		each := link(len(open)) * tick.Seconds() / float64(len(open))
 		for _, l := range open {
-			if err := l.moved(int(each)); err != nil {
+			if err := l.moved(int(each), 0); err != nil {
 				t.Fatal(err)
 			}
 		}
@@ -116,16 +117,16 @@ func TestSlowMirror(t *testing.T) {
 		}
 		for range 4 {
 			time.Sleep(100 * time.Millisecond)
-			registry.moved(8e6)
-			fair.moved(4e6)
+			registry.moved(8e6, 0)
+			fair.moved(4e6, 0)
 		}
 		registry.end()
 		fair.end()
-		if err := slow.moved(1000); err != nil {
+		if err := slow.moved(1000, 0); err != nil {
 			t.Errorf("given up at once: %v", err)
 		}
 		time.Sleep(patience)
-		if err := slow.moved(1000); !errors.Is(err, errSlow) {
+		if err := slow.moved(1000, 0); !errors.Is(err, errSlow) {
 			t.Errorf("after %s: %v", patience, err)
 		}
 		slow.end()
@@ -151,8 +152,11 @@ func TestFaults(t *testing.T) {
 		only := func(s *source) bool { return s == m }
 		for i, asked := range []time.Duration{0, 10 * time.Second} {
 			begun := time.Now()
-			if p.fault(m, asked) {
-				t.Fatalf("let alone after %d faults", i+1)
+			if rest, last := p.fault(m, asked); last || rest != max(asked, firstRest) {
+				t.Fatalf("rests for %s, let alone: %v, after %d faults", rest, last, i+1)
+			}
+			if rest, last := p.fault(m, 0); last || rest != 0 {
+				t.Error("what fails while it rests is told, or counted")
 			}
 			l, err := p.take(t.Context(), only)
 			if err != nil {
@@ -163,8 +167,10 @@ func TestFaults(t *testing.T) {
 			}
 			l.end()
 		}
-		if !p.fault(m, 0) || p.fault(m, 0) {
-			t.Error("want the third fault to be told as the last, once")
+		for _, want := range []bool{true, false} {
+			if _, last := p.fault(m, 0); last != want {
+				t.Error("want the third fault to be told as the last, once")
+			}
 		}
 		if _, err := p.take(t.Context(), only); !errors.Is(err, errNoSource) {
 			t.Errorf("got %v", err)
@@ -174,6 +180,111 @@ func TestFaults(t *testing.T) {
 		}
 		if !p.lack(p.sources[0], identity.Digest{}) || p.lack(p.sources[0], identity.Digest{1}) {
 			t.Error("lack does not tell the first time")
+		}
+	})
+}
+
+// TestLongRest: a mirror that wants to rest for long is let alone at once.
+func TestLongRest(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		p := newPool(Source{}, []Source{{}}, 8)
+		if _, last := p.fault(p.sources[1], 100000*time.Second); !last {
+			t.Error("it is waited for")
+		}
+		if _, err := p.take(t.Context(), func(s *source) bool { return s.mirror }); !errors.Is(err, errNoSource) {
+			t.Errorf("got %v", err)
+		}
+	})
+}
+
+// TestUseless: bytes that are of no use forget no fault.
+func TestUseless(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		p := newPool(Source{}, []Source{{}}, 8)
+		faults := func(useful bool) (n int) {
+			for last := false; !last && n < 10; n++ {
+				l, err := p.take(t.Context(), func(s *source) bool { return s.mirror })
+				if err != nil {
+					t.Fatal(err)
+				}
+				l.moved(1, 0)
+				if useful {
+					l.useful()
+				}
+				_, last = p.fault(l.s, 0)
+				l.end()
+			}
+			return n
+		}
+		if n := faults(true); n != 10 {
+			t.Errorf("let alone after %d faults, though it is of use", n)
+		}
+		if n := faults(false); n > maxFaults {
+			t.Errorf("let alone after %d faults", n)
+		}
+	})
+}
+
+// TestCrawl: a mirror that sends next to nothing is left for a source that was not tried and can give the same, also
+// where there is one connection only; after that for one that is known to be faster.
+func TestCrawl(t *testing.T) {
+	for name, tt := range map[string]struct {
+		bytes   int
+		held    time.Duration // by the limit of the user
+		instead bool
+		used    int // connections to the other
+		want    error
+	}{
+		"crawls":                {3, 0, true, 0, errCrawl},
+		"is held to a limit":    {3, patience, true, 0, nil},
+		"is not so slow":        {floor * 4, 0, true, 0, nil},
+		"there is no other":     {3, 0, false, 0, nil},
+		"the other is on trial": {3, 0, true, 1, nil},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				p := newPool(Source{}, []Source{{}}, 1+tt.used)
+				l := take(t, p)
+				l.instead = func(*source) bool { return tt.instead }
+				if tt.used > 0 {
+					take(t, p)
+				}
+				time.Sleep(patience)
+				if err := l.moved(tt.bytes, tt.held); err != tt.want || !l.s.mirror {
+					t.Errorf("got %v", err)
+				}
+				if l.end(); tt.want == nil {
+					return
+				}
+				other := take(t, p)
+				if other.s.mirror {
+					t.Fatal("the other is not tried")
+				}
+				time.Sleep(patience)
+				other.moved(1e6, 0)
+				if other.end(); take(t, p).s.mirror {
+					t.Error("the slow one is asked, though the other is known to be faster")
+				}
+			})
+		})
+	}
+}
+
+// zeros is a body without end.
+type zeros struct{}
+
+func (zeros) Read(b []byte) (int, error) { clear(b); return len(b), nil }
+func (zeros) Close() error               { return nil }
+
+// TestLimitIsNotSlow: what a limit of the user holds up does not make a mirror slow.
+func TestLimitIsNotSlow(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		p := newPool(Source{}, []Source{{}}, 1)
+		l := take(t, p)
+		l.instead = whoever
+		r := &reader{ReadCloser: zeros{}, ctx: t.Context(), f: &fetcher{limit: newLimiter(10_000)}, l: l}
+		if n, err := io.CopyN(io.Discard, r, 10*10_000); err != nil || !l.s.mirror {
+			t.Errorf("%d bytes, %v", n, err)
 		}
 	})
 }

@@ -120,6 +120,11 @@ func (d *segmented) all(ctx context.Context) error {
 			l.end()
 			continue
 		}
+		l.instead = func(s *source) bool {
+			d.mu.Lock()
+			defer d.mu.Unlock()
+			return d.may(s, first)
+		}
 		d.runs(1)
 		wg.Go(func() {
 			defer d.runs(-1)
@@ -390,6 +395,7 @@ func (r *run) right() (bool, error) {
 	d.count(n)
 	r.seg = nil
 	r.next++
+	r.l.useful()
 	d.came()
 	return true, nil
 }
@@ -450,6 +456,7 @@ func (r *run) ended() error {
 		d.count(-seg.Bytes())
 		return r.bad(i, seg.Fresh())
 	}
+	r.l.useful()
 	d.came()
 	return nil
 }
