@@ -45,7 +45,8 @@ const (
 // ErrCollides: the filesystem holds two of the names for one, or can't hold a name at all.
 var ErrCollides = errors.New("the file names do not fit this filesystem")
 
-// ErrForeign: what lies beside the target, where an area should be, is not a folder or is somebody else's.
+// ErrForeign: what lies beside the target, where an area should be, is not a folder or is somebody else's, or something
+// in it is a link, of another kind than its name says, or somebody else's.
 var ErrForeign = errors.New("not a folder of this user")
 
 // Options says how to open an Area. The zero value is ready to use.
@@ -104,7 +105,8 @@ func dirOf(target string) string {
 }
 
 // Trust says whether what lies beside a target may be believed and written to: nil if there is nothing, or a real folder
-// that belongs to this user, or to root or the owner of the folder above, who can replace it anyway; else ErrForeign.
+// that belongs to this user, or to root or the owner of the folder above, who can replace it anyway, and in which each
+// name of an area is a real folder or file of one of these; else ErrForeign.
 func Trust(target string) error {
 	dir := dirOf(target)
 	fi, err := realDir(dir)
@@ -115,11 +117,59 @@ func Trust(target string) error {
 	if err != nil {
 		return err
 	}
-	owner := ownerOf(fi)
-	if foreign(owner, ownerOf(up), uint32(os.Geteuid())) {
+	above := ownerOf(up)
+	if owner := ownerOf(fi); foreign(owner, above, uint32(os.Geteuid())) {
 		return fmt.Errorf("%s: %w: it belongs to user %d", dir, ErrForeign, owner)
 	}
-	return nil
+	entries, err := os.ReadDir(dir)
+	for _, e := range entries {
+		if err == nil {
+			err = trustEntry(dir, e, above)
+		}
+	}
+	return ignoreNone(err)
+}
+
+// trustEntry is Trust for what has a name in the folder of an area. Folders that were or will be the target may belong
+// to anybody, as nothing in them is read. What an area has no name for is left alone.
+func trustEntry(dir string, e fs.DirEntry, above uint32) error {
+	name := e.Name()
+	folder, anybody := false, false
+	switch {
+	case name == statesName, strings.HasPrefix(name, partsPrefix):
+		folder = true
+	case strings.HasPrefix(name, stagePrefix), strings.HasPrefix(name, oldPrefix):
+		folder, anybody = true, true
+	case name != ownerName && name != startedName && name != completeName:
+		return nil
+	}
+	fi, err := e.Info()
+	if err != nil {
+		return ignoreNone(err) // a pull at work has removed it
+	}
+	why := ""
+	switch owner := ownerOf(fi); {
+	case fi.Mode()&fs.ModeSymlink != 0:
+		why = "is a symbolic link"
+	case folder && !fi.IsDir():
+		why = "is not a folder"
+	case !folder && !fi.Mode().IsRegular():
+		why = "is not a regular file"
+	case !anybody && foreign(owner, above, uint32(os.Geteuid())):
+		why = fmt.Sprintf("belongs to user %d", owner)
+	default:
+		return nil
+	}
+	return fmt.Errorf("%s: %w: %s in it %s", dir, ErrForeign, name, why)
+}
+
+// readFile reads a file of an area and follows no link. ErrForeign: something else has its name.
+func readFile(path string) ([]byte, error) {
+	b, err := durable.ReadRegular(path)
+	if errors.Is(err, durable.ErrNotRegular) {
+		err = fmt.Errorf("%s: %w: %s in it is not a regular file", filepath.Dir(path), ErrForeign, filepath.Base(path))
+	}
+	return b, err
 }
 
 func ownerOf(fi fs.FileInfo) uint32 { return fi.Sys().(*syscall.Stat_t).Uid }
@@ -188,33 +238,65 @@ func (a *Area) inherit() error {
 	if err := a.restore(); err != nil {
 		return err
 	}
-	mine := partsPrefix + a.id
-	if err := os.Mkdir(filepath.Join(a.dir, mine), 0o777); err != nil {
-		return err
-	}
-	found, err := others(a.dir, partsPrefix, mine)
+	mine := filepath.Join(a.dir, partsPrefix+a.id)
+	found, err := others(a.dir, partsPrefix, "")
 	if err != nil {
 		return err
 	}
-	for _, dir := range found {
-		entries, err := os.ReadDir(dir)
-		if err != nil {
-			return err
-		}
-		for _, e := range entries {
-			part := filepath.Join(a.dir, mine, e.Name())
-			if err := os.Rename(filepath.Join(dir, e.Name()), part); err != nil {
-				return err
-			}
-			if err := writable(part); err != nil {
-				return err
-			}
-		}
-		if err := os.Remove(dir); err != nil {
+	if len(found) == 0 {
+		return os.Mkdir(mine, 0o777)
+	}
+	if err := a.disk.Rename(found[0], mine); err != nil {
+		return err
+	}
+	if _, err := realDir(mine); err != nil { // it may have been replaced since others saw it
+		return err
+	}
+	for _, dir := range found[1:] {
+		if err := a.merge(dir, mine); err != nil {
 			return err
 		}
 	}
-	return nil
+	// What was removed there must not come back once other bytes are written.
+	if err := a.disk.SyncDir(mine, a.dir); err != nil {
+		return err
+	}
+	return eachEntry(mine, func(name string) error { return writable(filepath.Join(mine, name)) })
+}
+
+// merge moves the parts of one folder to another, but of each digest only from one: a record says nothing of a file
+// that it did not lie beside.
+func (a *Area) merge(dir, mine string) error {
+	there := map[string]bool{}
+	err := eachEntry(mine, func(name string) error { there[digestIn(name)] = true; return nil })
+	if err == nil {
+		err = eachEntry(dir, func(name string) error {
+			if there[digestIn(name)] {
+				return a.disk.Remove(filepath.Join(dir, name))
+			}
+			return a.disk.Rename(filepath.Join(dir, name), filepath.Join(mine, name))
+		})
+	}
+	if err != nil {
+		return err
+	}
+	return a.disk.Remove(dir)
+}
+
+// digestIn returns the hex digits that the name of a part, or of what belongs to it, begins with.
+func digestIn(name string) string {
+	hex, _, _ := strings.Cut(name, ".")
+	return hex
+}
+
+func eachEntry(dir string, fn func(name string) error) error {
+	entries, err := os.ReadDir(dir)
+	for _, e := range entries {
+		if err == nil {
+			err = fn(e.Name())
+		}
+	}
+	return err
 }
 
 // restore puts a folder back that a pull had moved away when it died, where folders can't be exchanged. Folders that
@@ -301,16 +383,19 @@ func (a *Area) Begin(r Record) error {
 		want[f.Digest.Hex()] = true
 	}
 	dir := filepath.Dir(a.part(identity.Digest{}))
-	entries, err := os.ReadDir(dir)
+	removed := false
+	err := eachEntry(dir, func(name string) error {
+		if want[digestIn(name)] {
+			return nil
+		}
+		removed = true
+		return a.disk.Remove(filepath.Join(dir, name))
+	})
+	if err == nil && removed { // for good: other bytes may come under the same names
+		err = a.disk.SyncDir(dir)
+	}
 	if err != nil {
 		return err
-	}
-	for _, e := range entries {
-		if hex, _, _ := strings.Cut(e.Name(), "."); !want[hex] {
-			if err := os.Remove(filepath.Join(dir, e.Name())); err != nil {
-				return err
-			}
-		}
 	}
 	return writeRecord(a.disk, filepath.Join(a.dir, startedName), r)
 }
@@ -328,7 +413,7 @@ func (a *Area) Missing(d identity.Digest, size int64) int64 {
 func (a *Area) Free() (int64, error) { return durable.Free(a.dir) }
 
 func (a *Area) copy(from, to string) error {
-	src, err := os.OpenFile(from, os.O_RDONLY|syscall.O_NOFOLLOW|syscall.O_NONBLOCK, 0)
+	src, err := durable.OpenRegular(from, os.O_RDONLY, 0)
 	if err != nil {
 		return err
 	}

@@ -13,6 +13,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/kiln-registry/kiln-registry/internal/durable"
 )
 
 // ErrBusy: another pull is at work on the same target.
@@ -82,6 +84,9 @@ func startOf(pid int) (string, error) {
 // claim makes the owner file, and takes it over from an owner that is gone.
 func claim(ctx context.Context, path string, me mark, o Options) (*owner, error) {
 	for {
+		if err := context.Cause(ctx); err != nil {
+			return nil, err
+		}
 		err := create(path, me)
 		if err == nil {
 			return start(path, me, o.Beat), nil
@@ -128,7 +133,7 @@ func (m mark) encode() []byte {
 
 // read returns the zero mark for a file that is empty or cut short: its owner has only just begun, or died so.
 func read(path string) (m mark, err error) {
-	b, err := os.ReadFile(path)
+	b, err := readFile(path)
 	if err == nil && json.Unmarshal(b, &m) != nil {
 		m = mark{}
 	}
@@ -207,7 +212,7 @@ func (o *owner) live(ctx context.Context) {
 func (o *owner) renew() error {
 	o.mu.Lock()
 	defer o.mu.Unlock()
-	f, err := os.OpenFile(o.path, os.O_RDWR, 0)
+	f, err := durable.OpenRegular(o.path, os.O_RDWR, 0)
 	if errors.Is(err, fs.ErrNotExist) {
 		return ErrLost
 	}
@@ -257,11 +262,11 @@ func sinceBoot() time.Duration {
 	return time.Duration(ts.Nano())
 }
 
-// others returns the entries of dir whose names begin with prefix, apart from mine.
+// others returns the folders in dir whose names begin with prefix, apart from mine.
 func others(dir, prefix, mine string) (found []string, err error) {
 	entries, err := os.ReadDir(dir)
 	for _, e := range entries {
-		if strings.HasPrefix(e.Name(), prefix) && e.Name() != mine {
+		if strings.HasPrefix(e.Name(), prefix) && e.Name() != mine && e.IsDir() {
 			found = append(found, filepath.Join(dir, e.Name()))
 		}
 	}

@@ -3,9 +3,7 @@ package staging
 import (
 	"errors"
 	"fmt"
-	"io/fs"
 	"os"
-	"syscall"
 
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/internal/durable"
@@ -64,23 +62,26 @@ func (p *Partial) open() (err error) {
 		}
 	}
 	// Modes follow the umask: this file is the one that will be published.
-	if p.file, err = p.area.disk.OpenFile(p.path, os.O_RDWR|os.O_CREATE|syscall.O_NOFOLLOW, 0o666); err != nil {
+	if p.file, err = p.area.disk.OpenFile(p.path, os.O_RDWR|os.O_CREATE, 0o666); err != nil {
 		return err
 	}
 	p.off = pt.Offset
 	_, err = p.Take()
 	p.synced = p.off
 	if err == nil {
-		err = p.area.retire(p.path, func(b []byte) bool { return len(b) != pointSize })
+		err = p.area.retire(p.path, func(b []byte) bool {
+			old, ok := decodePoint(b)
+			return ok && old.Size == p.size && old.Offset <= pt.Offset
+		})
+	}
+	if err == nil {
+		err = p.save()
 	}
 	if err == nil && len(p.behind) == 0 {
 		err = p.file.Truncate(p.off)
 	}
 	if err == nil && p.off < p.size {
 		err = p.file.Reserve(p.size)
-	}
-	if err == nil {
-		err = p.save() // takes its disk space too
 	}
 	if err != nil {
 		p.close()
@@ -165,7 +166,7 @@ func (p *Partial) point() ([]byte, error) {
 func (p *Partial) save() error {
 	b, err := p.point()
 	if err == nil && p.state == nil {
-		p.state, err = p.area.disk.OpenFile(p.path+stateSuffix, os.O_WRONLY|os.O_CREATE|syscall.O_NOFOLLOW, 0o644)
+		p.state, err = p.area.fresh(p.path)
 	}
 	if err == nil {
 		_, err = p.state.WriteAt(b, 0)
@@ -272,14 +273,4 @@ func (p *Partial) Close() error {
 		err = p.save()
 	}
 	return errors.Join(err, p.close())
-}
-
-// drop removes a partial and its points, the points first.
-func (a *Area) drop(path string) error {
-	for _, suffix := range []string{syncedSuffix, stateSuffix, ""} {
-		if err := os.Remove(path + suffix); err != nil && !errors.Is(err, fs.ErrNotExist) {
-			return err
-		}
-	}
-	return nil
 }

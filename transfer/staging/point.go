@@ -13,6 +13,7 @@ import (
 
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/identity/lanes"
+	"github.com/kiln-registry/kiln-registry/internal/durable"
 )
 
 // Suffixes of the files that hold the points of a partial.
@@ -47,7 +48,7 @@ func bestPoint(path string, size int64, boot string) (best point) {
 		return point{}
 	}
 	for _, suffix := range []string{stateSuffix, syncedSuffix} {
-		b, err := os.ReadFile(path + suffix)
+		b, err := durable.ReadRegular(path + suffix)
 		if err != nil {
 			continue
 		}
@@ -159,7 +160,7 @@ func bestSegments(path string, size int64, boot string) segmentRecord {
 	}
 	n := int(lanes.Edges(size, lanes.SegmentSize)) + 1
 	for _, suffix := range []string{stateSuffix, syncedSuffix} { // the first has all that the second has
-		b, err := os.ReadFile(path + suffix)
+		b, err := durable.ReadRegular(path + suffix)
 		var r segmentRecord
 		if err != nil || !unseal(b, &r) || r.Size != size || len(r.Passed) != (n+7)/8 {
 			continue
@@ -172,22 +173,38 @@ func bestSegments(path string, size int64, boot string) segmentRecord {
 	return segmentRecord{}
 }
 
-// retire removes, for good, what was kept of the file in the other way, in order or in segments: it would not tell of
-// what is written from now on.
-func (a *Area) retire(path string, other func(record []byte) bool) error {
-	for _, suffix := range []string{stateSuffix, syncedSuffix} {
-		b, err := os.ReadFile(path + suffix)
-		switch {
-		case errors.Is(err, fs.ErrNotExist), err == nil && !other(b):
-			continue
-		case err != nil:
-			return err
-		}
-		if err := errors.Join(a.disk.Remove(path+suffix), a.disk.SyncDir(filepath.Dir(path))); err != nil {
-			return err
-		}
+// retire is called before the first byte of a partial file may change. It removes the synced record, unless keep says
+// that all bytes it tells of stay: what is believed after a crash is never about other bytes than those that are there.
+// The record is gone for good on return. The other one is good under this boot only, and fresh replaces it.
+func (a *Area) retire(path string, keep func(record []byte) bool) error {
+	b, err := durable.ReadRegular(path + syncedSuffix)
+	switch {
+	case errors.Is(err, fs.ErrNotExist), err == nil && keep(b):
+		return nil
+	case err != nil && !errors.Is(err, durable.ErrNotRegular):
+		return err
 	}
-	return nil
+	return errors.Join(a.disk.Remove(path+syncedSuffix), a.disk.SyncDir(filepath.Dir(path)))
+}
+
+// fresh opens a new file for the record that is good under this boot.
+func (a *Area) fresh(path string) (*durable.File, error) {
+	if err := a.disk.Remove(path + stateSuffix); err != nil {
+		return nil, err
+	}
+	return a.disk.OpenFile(path+stateSuffix, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o644)
+}
+
+// drop removes a partial file and its records, the records first.
+func (a *Area) drop(path string) error {
+	err := a.retire(path, func([]byte) bool { return false })
+	if err == nil {
+		err = a.disk.Remove(path + stateSuffix)
+	}
+	if err == nil {
+		err = a.disk.Remove(path)
+	}
+	return err
 }
 
 // have returns how many bytes the record says are there.

@@ -101,8 +101,9 @@ type Records struct {
 	Received int64   // bytes of Started's files that are kept for the next try
 }
 
-// Known reads what lies beside a target. Nothing there is no error, and a link there is ErrForeign. A pull may be at work
-// at the same time. The records of another user are read; Trust says whether to believe them.
+// Known reads what lies beside a target. Nothing there is no error. A link there, or what is no regular file where a
+// record should be, is ErrForeign. A pull may be at work at the same time. The records of another user are read; Trust
+// says whether to believe them.
 func Known(target string) (k Records, err error) {
 	dir := dirOf(target)
 	if fi, err := realDir(dir); err != nil || fi == nil {
@@ -122,23 +123,36 @@ func Known(target string) (k Records, err error) {
 // is no error if they can't be kept, and they are gone with the next folder that lacks the file.
 func (a *Area) KeepMidstates(s *lanes.States) {
 	b, err := s.MarshalBinary()
-	if err == nil {
-		err = os.MkdirAll(filepath.Join(a.dir, statesName), 0o777)
+	if err != nil {
+		return
 	}
-	if err == nil {
-		_ = os.WriteFile(statesPath(a.dir, s.Digest), b, 0o666)
+	dir, path := filepath.Join(a.dir, statesName), statesPath(a.dir, s.Digest)
+	_ = os.Mkdir(dir, 0o777)
+	if fi, err := realDir(dir); err != nil || fi == nil {
+		return
+	}
+	_ = os.Remove(path) // what has that name is never written to
+	f, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o666)
+	if err != nil {
+		return
+	}
+	if _, err = f.Write(b); errors.Join(err, f.Close()) != nil {
+		_ = os.Remove(path)
 	}
 }
 
 // pruneStates removes the midstates of what is not in r.
 func (a *Area) pruneStates(r Record) error {
-	entries, err := os.ReadDir(filepath.Join(a.dir, statesName))
-	for _, e := range entries {
-		if !slices.ContainsFunc(r.Files, func(f File) bool { return f.Digest.Hex() == e.Name() }) {
-			err = errors.Join(err, os.Remove(filepath.Join(a.dir, statesName, e.Name())))
-		}
+	dir := filepath.Join(a.dir, statesName)
+	if fi, err := realDir(dir); err != nil || fi == nil {
+		return err
 	}
-	return ignoreNone(err)
+	return eachEntry(dir, func(name string) error {
+		if slices.ContainsFunc(r.Files, func(f File) bool { return f.Digest.Hex() == name }) {
+			return nil
+		}
+		return os.Remove(filepath.Join(dir, name))
+	})
 }
 
 func statesPath(dir string, d identity.Digest) string { return filepath.Join(dir, statesName, d.Hex()) }
@@ -147,8 +161,10 @@ func statesPath(dir string, d identity.Digest) string { return filepath.Join(dir
 // that fit. They say nothing but whether bytes lead from one of them to the next; all of them together lead to the
 // digest of f.
 func Midstates(target string, f File) *lanes.States {
-	if fi, err := realDir(dirOf(target)); err != nil || fi == nil {
-		return nil
+	for _, dir := range []string{dirOf(target), filepath.Join(dirOf(target), statesName)} {
+		if fi, err := realDir(dir); err != nil || fi == nil {
+			return nil
+		}
 	}
 	in, err := durable.OpenRegular(statesPath(dirOf(target), f.Digest), os.O_RDONLY, 0)
 	if err != nil {
@@ -181,7 +197,7 @@ func received(dir string, r Record) (sum int64, err error) {
 }
 
 func readRecord(path string) (*Record, error) {
-	b, err := os.ReadFile(path)
+	b, err := readFile(path)
 	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, syscall.ENOTDIR) {
 		return nil, nil
 	}

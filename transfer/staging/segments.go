@@ -8,7 +8,6 @@ import (
 	"os"
 	"runtime"
 	"sync"
-	"syscall"
 
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/identity/lanes"
@@ -42,6 +41,16 @@ func newBits(n int) bits      { return make(bits, (n+7)/8) }
 func (b bits) has(i int) bool { return b[i/8]&(1<<(i%8)) != 0 }
 func (b bits) set(i int)      { b[i/8] |= 1 << (i % 8) }
 
+// in says whether other has all that b has, for as many.
+func (b bits) in(other bits) bool {
+	for i := range b {
+		if len(b) != len(other) || b[i]&^other[i] != 0 {
+			return false
+		}
+	}
+	return true
+}
+
 // Segments opens the file that states are the midstates of: with what an earlier pull left of it, or with nothing. What
 // came in order is checked again, segment by segment, as it is asked for. The disk space is taken at once where the
 // filesystem can.
@@ -66,23 +75,29 @@ func (s *Segments) open() error {
 		}
 	}
 	// Modes follow the umask: this file is the one that will be published.
-	if s.file, err = s.area.disk.OpenFile(s.path, os.O_RDWR|os.O_CREATE|syscall.O_NOFOLLOW, 0o666); err != nil {
+	if s.file, err = s.area.disk.OpenFile(s.path, os.O_RDWR|os.O_CREATE, 0o666); err != nil {
 		return err
 	}
-	err = s.file.Truncate(s.states.Size)
+	err = s.area.retire(s.path, s.stays)
+	if err == nil {
+		err = s.save()
+	}
+	if err == nil {
+		err = s.file.Truncate(s.states.Size)
+	}
 	if err == nil {
 		err = s.file.Reserve(s.states.Size)
-	}
-	if err == nil {
-		err = s.save() // takes its disk space too
-	}
-	if err == nil {
-		err = s.area.retire(s.path, func(b []byte) bool { return len(b) == pointSize })
 	}
 	if err != nil {
 		err = errors.Join(err, s.close())
 	}
 	return err
+}
+
+// stays says whether all that a synced record tells of has passed, and so is not written again.
+func (s *Segments) stays(record []byte) bool {
+	var r segmentRecord
+	return unseal(record, &r) && r.Size == s.states.Size && r.Midstates == s.form && r.Passed.in(s.passed)
 }
 
 // find takes over what the records of an earlier pull say.
@@ -330,7 +345,7 @@ func (s *Segments) fails(i int) {
 func (s *Segments) save() error {
 	b, err := s.record(true).encode()
 	if err == nil && s.state == nil {
-		s.state, err = s.area.disk.OpenFile(s.path+stateSuffix, os.O_WRONLY|os.O_CREATE|syscall.O_NOFOLLOW, 0o644)
+		s.state, err = s.area.fresh(s.path)
 	}
 	if err == nil {
 		_, err = s.state.WriteAt(b, 0)
