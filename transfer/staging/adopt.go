@@ -79,8 +79,8 @@ type Found struct {
 
 // Adopt takes files that are on the disk already, those that have their digests, and returns which do. They are linked
 // where the filesystem can, and hashed as they then are, several at a time; one of which midstates lie beside the target
-// in segments. What was received of a digest before stays, if the file does not match. moved, which may be nil, is told
-// how many bytes of a file were hashed, from several goroutines.
+// in segments. One that is changed meanwhile does not match. What was received of a digest before stays, if the file
+// does not match. moved, which may be nil, is told how many bytes of a file were hashed, from several goroutines.
 func (a *Area) Adopt(ctx context.Context, files []Found, moved func(i int, done int64)) (ok []bool, err error) {
 	all := make([]*adoption, len(files))
 	var jobs []*adopted
@@ -96,8 +96,14 @@ func (a *Area) Adopt(ctx context.Context, files []Found, moved func(i int, done 
 		}
 		jobs = append(jobs, some...)
 	}
+	for _, x := range all { // only now: a link to one may be a link to another
+		x.look()
+	}
 	if err := hashing.Run(ctx, jobs, hashing.Options{}); err != nil {
 		return nil, errors.Join(err, dropAll(all))
+	}
+	for _, x := range all {
+		x.check()
 	}
 	ok = make([]bool, len(files))
 	for i, x := range all {
@@ -121,6 +127,8 @@ type adoption struct {
 	area  *Area
 	temp  string
 	moved func(int64)
+	was   *Stat // of the file at Path before it was hashed, or copied to be hashed; nil: not looked at
+	here  *Stat // of the one at temp, which is the same or a copy
 
 	mu   sync.Mutex // guards the rest
 	done int64
@@ -132,7 +140,7 @@ type adoption struct {
 func (x *adoption) begin() ([]*adopted, error) {
 	err := x.area.drop(x.temp)
 	if err == nil && x.area.disk.Link(x.Path, x.temp) != nil {
-		err = x.area.copy(x.Path, x.temp)
+		err = x.copy()
 	}
 	if err != nil {
 		return nil, err
@@ -155,6 +163,42 @@ func (x *adoption) begin() ([]*adopted, error) {
 	return parts, nil
 }
 
+func (x *adoption) copy() error {
+	src, err := durable.OpenRegular(x.Path, os.O_RDONLY, 0)
+	if err != nil {
+		return err
+	}
+	defer src.Close()
+	fi, err := src.Stat()
+	if err != nil {
+		return err
+	}
+	x.was = lasting(fi)
+	return x.area.copyOf(src, x.temp)
+}
+
+// look notes the file as it is before a byte of it is hashed.
+func (x *adoption) look() {
+	fi, err := os.Lstat(x.temp)
+	if err != nil {
+		return
+	}
+	x.here = lasting(fi)
+	if x.was == nil {
+		x.was = x.here
+	}
+}
+
+// check finds out whether the file was changed, or replaced, since then.
+func (x *adoption) check() {
+	x.bad = x.bad || x.here == nil || !still(x.Path, *x.was) || !still(x.temp, *x.here)
+}
+
+func still(path string, was Stat) bool {
+	fi, err := os.Lstat(path)
+	return err == nil && *lasting(fi) == was
+}
+
 // end makes the file a part of the area if all of it matched, or drops it.
 func (x *adoption) end() (bool, error) {
 	if x.bad || x.left > 0 {
@@ -175,7 +219,11 @@ func (x *adoption) end() (bool, error) {
 	if err != nil {
 		return false, err
 	}
-	x.area.verify(x.Digest)
+	x.area.mu.Lock()
+	defer x.area.mu.Unlock()
+	x.area.verified[x.Digest] = true
+	x.area.seen[x.Path] = *x.was
+	x.area.seen[part] = *x.here
 	return true, nil
 }
 

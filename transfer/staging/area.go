@@ -76,7 +76,8 @@ type Area struct {
 
 	mu       sync.Mutex // guards the rest
 	verified map[identity.Digest]bool
-	since    time.Time // when the oldest of the files that were taken was verified; zero: none was
+	since    time.Time       // when the oldest of the files that were taken was verified; zero: none was
+	seen     map[string]Stat // by path: files that others may write to, as they were when they were hashed
 }
 
 // Target returns the canonical form of the path that a folder shall have: absolute, with no symbolic link in it. If the
@@ -207,7 +208,7 @@ func Open(ctx context.Context, target string, o Options) (*Area, error) {
 		o.Hashes = Hashes()
 	}
 	a := &Area{target: target, dir: dirOf(target), id: rand.Text(), boot: boot, disk: o.Disk, hashes: o.Hashes,
-		verified: map[identity.Digest]bool{}}
+		verified: map[identity.Digest]bool{}, seen: map[string]Stat{}}
 	me, err := self(a.id, boot)
 	if err != nil {
 		return nil, err
@@ -417,7 +418,10 @@ func (a *Area) copy(from, to string) error {
 	if err != nil {
 		return err
 	}
-	defer src.Close()
+	return errors.Join(a.copyOf(src, to), src.Close())
+}
+
+func (a *Area) copyOf(src *os.File, to string) error {
 	dst, err := a.disk.Clone(src, to, 0o666&^umask())
 	if err != nil {
 		return err

@@ -204,6 +204,9 @@ func (a *Area) drop(path string) error {
 	if err == nil {
 		err = a.disk.Remove(path)
 	}
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	delete(a.seen, path)
 	return err
 }
 

@@ -19,6 +19,9 @@ import (
 // ErrUnverified: a file was to be published whose bytes were not all received and matched.
 var ErrUnverified = errors.New("not verified")
 
+// ErrChanged: a file was written to or replaced after it had been hashed, so that nobody knows what is in it.
+var ErrChanged = errors.New("changed since it was hashed")
+
 // Check finds out whether the filesystem can hold files of these names beside one another: names that differ only in
 // case are one name on some. ErrCollides.
 func (a *Area) Check(r Record) (err error) {
@@ -75,8 +78,8 @@ func (a *Area) Publish(r Record, replace bool) (Record, error) {
 }
 
 // Confirm records that the folder at the target is r, and was verified just now, or when the oldest of what was taken
-// was. Parts are removed: what they hold is in
-// that folder, or not needed any more.
+// was. Parts are removed: what they hold is in that folder, or not needed any more. ErrChanged: one of the files that
+// were adopted is not as it was then, and nothing is recorded.
 func (a *Area) Confirm(r Record) (Record, error) {
 	err := errors.Join(a.removeAll(oldPrefix, ""), a.removeAll(stagePrefix, ""), a.removeAll(partsPrefix, ""),
 		a.pruneStates(r))
@@ -85,7 +88,11 @@ func (a *Area) Confirm(r Record) (Record, error) {
 	}
 	r.Files = slices.Clone(r.Files)
 	for i, f := range r.Files {
-		fi, err := os.Lstat(filepath.Join(a.target, filepath.FromSlash(f.Name)))
+		path := a.final(f)
+		fi, err := os.Lstat(path)
+		if err == nil {
+			err = a.unchanged(path, fi)
+		}
 		if err != nil {
 			return r, err
 		}
@@ -102,6 +109,36 @@ func (a *Area) Confirm(r Record) (Record, error) {
 		return r, err
 	}
 	return r, a.disk.Remove(filepath.Join(a.dir, startedName))
+}
+
+func (a *Area) final(f File) string { return filepath.Join(a.target, filepath.FromSlash(f.Name)) }
+
+// unchanged compares a file with what it was when it was adopted, but for the change time: this area gave it other names
+// since.
+func (a *Area) unchanged(path string, fi fs.FileInfo) error {
+	a.mu.Lock()
+	was, ok := a.seen[path]
+	a.mu.Unlock()
+	now := StatOf(fi)
+	if was.Ctime = now.Ctime; ok && was != now {
+		return fmt.Errorf("%s: %w", path, ErrChanged)
+	}
+	return nil
+}
+
+// publishes notes that the file at the target will be the one at from. It returns ErrChanged as unchanged does.
+func (a *Area) publishes(f File, from string) error {
+	fi, err := os.Lstat(from)
+	if err == nil {
+		err = a.unchanged(from, fi)
+	}
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	delete(a.seen, a.final(f))
+	if was, ok := a.seen[from]; ok {
+		a.seen[a.final(f)] = was
+	}
+	return err
 }
 
 // fill makes the folder as it will be. Its files keep their parts until it is in place; where the filesystem has no hard
@@ -129,7 +166,14 @@ func (a *Area) fill(stage string, r Record) error {
 }
 
 func (a *Area) fillFile(path string, f File, first map[identity.Digest]string) error {
-	if from, ok := first[f.Digest]; ok {
+	from, ok := first[f.Digest]
+	if !ok {
+		from = a.part(f.Digest)
+	}
+	if err := a.publishes(f, from); err != nil {
+		return err
+	}
+	if ok {
 		return a.twin(from, path, f.Digest)
 	}
 	first[f.Digest] = path
