@@ -185,13 +185,13 @@ func TestClientMidstates(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer c.Close()
-	if got, err := c.Midstates(t.Context(), d); err != nil || !bytes.Equal(got, s.midstates(b)) {
+	if got, err := c.Midstates(t.Context(), d, lanes.FormSize(int64(len(b)))); err != nil || !bytes.Equal(got, s.midstates(b)) {
 		t.Errorf("%d bytes, %v", len(got), err)
 	}
-	if _, err := c.Midstates(t.Context(), s.blob("a", []byte("small"))); !errors.Is(err, api.ErrMidstatesUnknown) {
+	if _, err := c.Midstates(t.Context(), s.blob("a", []byte("small")), 100); !errors.Is(err, api.ErrMidstatesUnknown) {
 		t.Error(err)
 	}
-	if _, err := c.Midstates(t.Context(), identity.Sum([]byte("x"))); !errors.Is(err, api.ErrBlobUnknown) {
+	if _, err := c.Midstates(t.Context(), identity.Sum([]byte("x")), 100); !errors.Is(err, api.ErrBlobUnknown) {
 		t.Error(err)
 	}
 }

@@ -101,7 +101,7 @@ func Midstates(ctx context.Context, c *client.Client, f staging.File) *lanes.Sta
 	if f.Size <= 2*lanes.SegmentSize { // none are recorded
 		return nil
 	}
-	form, err := c.Midstates(ctx, f.Digest)
+	form, err := c.Midstates(ctx, f.Digest, lanes.FormSize(f.Size))
 	if err != nil {
 		return nil
 	}

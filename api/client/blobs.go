@@ -66,19 +66,11 @@ func (c *Client) blob(ctx context.Context, repo string, d identity.Digest, off, 
 	return &body{rc: resp.Body, left: n, size: n, known: known, c: c, host: resp.Request.URL.Host}, nil
 }
 
-// maxMidstates bounds the midstates of one blob, in bytes: those of 4 TiB.
-const maxMidstates = 8 << 20
-
 // Midstates returns the midstates of a blob in the form kiln.sha256-midstates.v1, as this registry answers itself: a
-// redirect to another host is ErrNotBlob. They are not checked here. api.ErrMidstatesUnknown where it has none of the
-// blob, api.ErrBlobUnknown where the caller may pull the blob from no repository. ErrSlow.
-func (c *Client) Midstates(ctx context.Context, d identity.Digest) ([]byte, error) {
-	return c.MidstatesOf(ctx, d, maxMidstates)
-}
-
-// MidstatesOf is Midstates for a blob whose size is known, so that they have most bytes at most. A longer answer is
-// ErrNotBlob, and is not read further.
-func (c *Client) MidstatesOf(ctx context.Context, d identity.Digest, most int64) ([]byte, error) {
+// redirect to another host is ErrNotBlob, and so is an answer of more than most bytes, which is not read further. They
+// are not checked here. api.ErrMidstatesUnknown where it has none of the blob, api.ErrBlobUnknown where the caller may
+// pull the blob from no repository. ErrSlow.
+func (c *Client) Midstates(ctx context.Context, d identity.Digest, most int64) ([]byte, error) {
 	ctx, done := within(ctx)
 	defer done()
 	resp, err := c.do(ctx, call{
@@ -96,7 +88,7 @@ func (c *Client) MidstatesOf(ctx context.Context, d identity.Digest, most int64)
 	}
 	var form []byte
 	if err == nil {
-		form, err = bounded(resp, min(most, maxMidstates))
+		form, err = bounded(resp, most)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("midstates of %s: %w", d, err)

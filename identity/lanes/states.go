@@ -18,6 +18,11 @@ const (
 // MaxBytes is the size of the longest form that Parse takes.
 const MaxBytes = headSize + MaxEdges*len(State{}) + sealSize
 
+// FormSize returns how many bytes the form of a blob of size bytes has, if it is one that Parse takes.
+func FormSize(size int64) int64 {
+	return int64(headSize+sealSize) + min(Edges(size, SegmentSize), MaxEdges)*int64(len(State{}))
+}
+
 // States are the midstates of one blob. They are made by New and Parse, and not changed afterwards; then any number of
 // goroutines may use them.
 type States struct {

@@ -197,7 +197,7 @@ func (f *fetcher) midstates(ctx context.Context, file File) *lanes.States {
 	c := f.registry().Client
 	var form []byte
 	err := c.Once(ctx, func() (err error) {
-		form, err = c.MidstatesOf(ctx, file.Digest, formSize(file.Size))
+		form, err = c.Midstates(ctx, file.Digest, lanes.FormSize(file.Size))
 		return err
 	})
 	if err != nil {
@@ -215,12 +215,6 @@ func (f *fetcher) midstates(ctx context.Context, file File) *lanes.States {
 		return nil
 	}
 	return states
-}
-
-// formSize returns how many bytes the midstates of a blob have.
-func formSize(size int64) int64 {
-	const bare = lanes.MaxBytes - lanes.MaxEdges*len(lanes.State{})
-	return int64(bare) + lanes.Edges(size, lanes.SegmentSize)*int64(len(lanes.State{}))
 }
 
 // share returns how many connections one large file may have, at least one: while there are others they are better used
