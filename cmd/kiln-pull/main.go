@@ -157,6 +157,8 @@ func explain(err error) error {
 		code, hint = cli.CodeTryAgain, "wait for it, or stop it; the next pull goes on from where it is"
 	case errors.Is(err, staging.ErrLost):
 		code, hint = cli.CodeTryAgain, "this process was stopped for long; the other pull goes on"
+	case errors.Is(err, staging.ErrChanged):
+		code, hint = cli.CodeTryAgain, "the next pull hashes the folder anew; end what writes to it"
 	case errors.Is(err, staging.ErrForeign):
 		code, hint = cli.CodeUsage, "name another folder, or remove what is there if nobody needs it"
 	case errors.Is(err, transfer.ErrOccupied):
