@@ -159,8 +159,8 @@ func (r *reader) WriteTo(w io.Writer) (int64, error) {
 	if rf, ok := w.(io.ReaderFrom); ok {
 		return rf.ReadFrom(&r.rest)
 	}
-	piece := r.st.piece()
-	defer r.st.pieces.Put(piece)
+	piece := r.st.pieces.get()
+	defer r.st.pieces.put(piece)
 	return io.CopyBuffer(w, &r.rest, piece[:])
 }
 

@@ -105,8 +105,8 @@ func (st *Store) mendSize(ctx context.Context, i blobstore.Info) bool {
 		return false
 	}
 	defer f.Close()
-	piece := st.piece()
-	defer st.pieces.Put(piece)
+	piece := st.pieces.get()
+	defer st.pieces.put(piece)
 	h, n := identity.NewHash(), int64(0)
 	for err == nil && ctx.Err() == nil {
 		var m int

@@ -149,8 +149,8 @@ func (st *Store) sameBoot(sl *slot) bool {
 }
 
 func (s *session) hashTo(ctx context.Context, size int64) error {
-	piece := s.st.piece()
-	defer s.st.pieces.Put(piece)
+	piece := s.st.pieces.get()
+	defer s.st.pieces.put(piece)
 	for s.size < size && ctx.Err() == nil {
 		n, err := s.data.ReadAt(piece[:min(pieceSize, size-s.size)], s.size)
 		if err != nil && !errors.Is(err, io.EOF) || n == 0 {
@@ -264,7 +264,7 @@ func (p *pair) free() *piece {
 		p.both[0], p.both[1] = p.both[1], p.both[0]
 	}
 	if p.both[0] == nil {
-		p.both[0] = p.st.piece()
+		p.both[0] = p.st.pieces.get()
 	}
 	return p.both[0]
 }
@@ -273,7 +273,7 @@ func (p *pair) free() *piece {
 func (p *pair) give() {
 	for _, b := range p.both {
 		if b != nil {
-			p.st.pieces.Put(b)
+			p.st.pieces.put(b)
 		}
 	}
 }

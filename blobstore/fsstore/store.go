@@ -31,6 +31,8 @@ import (
 	"sync/atomic"
 	"syscall"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/kiln-registry/kiln-registry/blobstore"
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/identity/lanes"
@@ -88,7 +90,7 @@ type Store struct {
 	lock    *durable.Lock
 	refs    *refLog
 	closed  atomic.Bool
-	pieces  sync.Pool  // *piece, from piece
+	pieces  pieces
 	hashes  lanes.Pool // of all uploads
 	names   names
 	shelves [256]shelfState // of blobs/sha256/XX
@@ -106,7 +108,60 @@ const pieceSize = 2 * durable.PieceSize
 // piece is a buffer of bulk data.
 type piece [pieceSize]byte
 
-func (st *Store) piece() *piece { return st.pieces.Get().(*piece) }
+// idlePieces is how many pieces are kept for the uploads to come: those of eight at a time.
+const idlePieces = 16
+
+// pieces are the buffers of uploads. Their memory is not Go's: on a server that holds little else, the collector would
+// let twice as much garbage grow beside them. It is safe for concurrent use.
+type pieces struct {
+	mu     sync.Mutex
+	idle   []*piece
+	mapped map[*piece][]byte // where each lies
+}
+
+// get returns a piece that is given back with put.
+func (p *pieces) get() *piece {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if n := len(p.idle) - 1; n >= 0 {
+		b := p.idle[n]
+		p.idle = p.idle[:n]
+		return b
+	}
+	mem, err := unix.Mmap(-1, 0, pieceSize+lanes.Slack, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_ANON|unix.MAP_PRIVATE)
+	if err != nil { // too many mappings, or no memory: then that of Go says so
+		return (*piece)(lanes.Buffer(pieceSize))
+	}
+	b := (*piece)(lanes.Within(mem))
+	p.mapped[b] = mem
+	return b
+}
+
+// put takes a piece back that nobody reads or writes any more.
+func (p *pieces) put(b *piece) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	mem, ok := p.mapped[b]
+	switch {
+	case !ok:
+	case len(p.idle) < idlePieces:
+		p.idle = append(p.idle, b)
+	default:
+		delete(p.mapped, b)
+		_ = unix.Munmap(mem) // it fails for what was not mapped
+	}
+}
+
+// drop gives the memory back of those that nobody has.
+func (p *pieces) drop() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, b := range p.idle {
+		_ = unix.Munmap(p.mapped[b]) // as in put
+		delete(p.mapped, b)
+	}
+	p.idle = nil
+}
 
 type shelfState struct {
 	syncs durable.Group
@@ -293,7 +348,7 @@ func Open(dir string, o Options) (*Store, error) {
 		every: syncEvery, segment: lanes.SegmentSize,
 	}
 	st.hashes.Soon = blobstore.Soon
-	st.pieces.New = func() any { return (*piece)(lanes.Buffer(pieceSize)) }
+	st.pieces.mapped = map[*piece][]byte{}
 	if err := st.recover(o); err != nil {
 		lock.Release()
 		return nil, fmt.Errorf("open store %s: %w", dir, err)
@@ -419,6 +474,7 @@ func (st *Store) Close() error {
 	if st.closed.Swap(true) {
 		return nil
 	}
+	st.pieces.drop()
 	return errors.Join(st.refs.close(), st.lock.Release())
 }
 

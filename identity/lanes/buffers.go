@@ -27,6 +27,17 @@ var made atomic.Uint32
 // Buffer returns one buffer of size bytes. Those of successive calls are set off from one another as those of Buffers
 // are.
 func Buffer(size int) []byte {
-	off := int(made.Add(1)) * stagger % pageSize
+	off := offset()
 	return make([]byte, off+size)[off:]
 }
+
+// Slack is how many bytes more than the buffer the memory has that Within takes.
+const Slack = pageSize
+
+// Within is Buffer in memory that the caller has, which begins at a page: a part of it, Slack bytes shorter.
+func Within(mem []byte) []byte {
+	off := offset()
+	return mem[off : off+len(mem)-Slack]
+}
+
+func offset() int { return int(made.Add(1)) * stagger % pageSize }
