@@ -52,13 +52,16 @@ func (t Table) circumstances() string {
 	if t.Full {
 		form = "full form"
 	}
-	quiet := ""
+	quiet, tcp := "", "" // tables of before do not say
+	if t.Machine.TCP != "" {
+		tcp = "TCP " + t.Machine.TCP + ", "
+	}
 	if !t.Quiet() {
 		quiet = ", goals of wall time skipped"
 	}
-	return fmt.Sprintf("%s, %d rounds, blobs of %d MiB; %d cores, %s, Linux %s, TCP %s, %s; others used %.0f %% of them%s; "+
+	return fmt.Sprintf("%s, %d rounds, blobs of %d MiB; %d cores, %s, Linux %s, %s%s; others used %.0f %% of them%s; "+
 		"load %s before, %s after", form, t.Rounds, t.Size>>20, t.Machine.Cores, t.Machine.CPU, t.Machine.Kernel,
-		t.Machine.TCP, t.Machine.Go, 100*t.Busy, quiet, t.Before, t.After)
+		tcp, t.Machine.Go, 100*t.Busy, quiet, t.Before, t.After)
 }
 
 // Save writes the table to NAME.json in dir, which is made if it is not there, or to NAME.short.json: a short form takes
