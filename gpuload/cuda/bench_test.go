@@ -3,41 +3,19 @@
 package cuda
 
 import (
-	"encoding/binary"
 	"errors"
-	"fmt"
-	"math/rand/v2"
-	"os"
-	"path/filepath"
 	"testing"
 
 	"github.com/kiln-registry/kiln-registry/gpuload"
+	"github.com/kiln-registry/kiln-registry/gpuload/devicetest"
 	"github.com/kiln-registry/kiln-registry/gpuload/hostmem"
 )
 
 const benchShard = 64 << 20
 
-func benchModel(b *testing.B, shards int) (dir string, names []string) {
-	b.Helper()
-	dir = b.TempDir()
-	data := make([]byte, benchShard)
-	for i := range shards {
-		if _, err := rand.NewChaCha8([32]byte{byte(i)}).Read(data); err != nil {
-			b.Fatal(err)
-		}
-		head := fmt.Sprintf(`{"t":{"dtype":"U8","shape":[%d],"data_offsets":[0,%d]}}`, benchShard, benchShard)
-		text := append(binary.LittleEndian.AppendUint64(nil, uint64(len(head))), head...)
-		names = append(names, fmt.Sprintf("m%d.safetensors", i))
-		if err := os.WriteFile(filepath.Join(dir, names[i]), append(text, data...), 0o666); err != nil {
-			b.Fatal(err)
-		}
-	}
-	return dir, names
-}
-
 // BenchmarkLoad compares a load to a device, whose copies take time but no processor, with reading and hashing alone.
 func BenchmarkLoad(b *testing.B) {
-	dir, names := benchModel(b, 4)
+	dir, names := devicetest.Shards(b, 4, benchShard)
 	src, err := gpuload.OpenDir(dir, false, nil)
 	if err != nil {
 		b.Fatal(err)

@@ -170,3 +170,22 @@ func slow(under gpuload.Source) gpuload.Source {
 		return n, err
 	}}
 }
+
+// Shards writes shards of size random bytes beside their headers, for benchmarks, and returns their folder and names.
+func Shards(b *testing.B, shards, size int) (dir string, names []string) {
+	b.Helper()
+	dir = b.TempDir()
+	data := make([]byte, size)
+	for i := range shards {
+		if _, err := rand.NewChaCha8([32]byte{byte(i)}).Read(data); err != nil {
+			b.Fatal(err)
+		}
+		head := fmt.Sprintf(`{"t":{"dtype":"U8","shape":[%d],"data_offsets":[0,%d]}}`, size, size)
+		text := append(binary.LittleEndian.AppendUint64(nil, uint64(len(head))), head...)
+		names = append(names, fmt.Sprintf("m%d.safetensors", i))
+		if err := os.WriteFile(filepath.Join(dir, names[i]), append(text, data...), 0o666); err != nil {
+			b.Fatal(err)
+		}
+	}
+	return dir, names
+}

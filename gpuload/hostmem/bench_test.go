@@ -2,10 +2,7 @@ package hostmem_test
 
 import (
 	"crypto/sha256"
-	"encoding/binary"
-	"fmt"
 	"io"
-	"math/rand/v2"
 	"os"
 	"path/filepath"
 	"testing"
@@ -13,29 +10,11 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kiln-registry/kiln-registry/gpuload"
+	"github.com/kiln-registry/kiln-registry/gpuload/devicetest"
 	"github.com/kiln-registry/kiln-registry/gpuload/hostmem"
 )
 
 const benchShard = 64 << 20
-
-// benchModel writes shards of random bytes and returns their folder and names.
-func benchModel(b *testing.B, shards int) (dir string, names []string) {
-	b.Helper()
-	dir = b.TempDir()
-	data := make([]byte, benchShard)
-	for i := range shards {
-		if _, err := rand.NewChaCha8([32]byte{byte(i)}).Read(data); err != nil {
-			b.Fatal(err)
-		}
-		head := fmt.Sprintf(`{"t":{"dtype":"U8","shape":[%d],"data_offsets":[0,%d]}}`, benchShard, benchShard)
-		text := append(binary.LittleEndian.AppendUint64(nil, uint64(len(head))), head...)
-		names = append(names, fmt.Sprintf("m%d.safetensors", i))
-		if err := os.WriteFile(filepath.Join(dir, names[i]), append(text, data...), 0o666); err != nil {
-			b.Fatal(err)
-		}
-	}
-	return dir, names
-}
 
 func benchLoad(b *testing.B, dir string, names []string, target func() gpuload.Target, o gpuload.Options) {
 	b.Helper()
@@ -59,7 +38,7 @@ func benchLoad(b *testing.B, dir string, names []string, target func() gpuload.T
 
 // BenchmarkLoad compares one pass with its parts: reading and hashing only, and hashing first and then copying.
 func BenchmarkLoad(b *testing.B) {
-	dir, names := benchModel(b, 4)
+	dir, names := devicetest.Shards(b, 4, benchShard)
 	host := func() gpuload.Target { return &hostmem.Target{} }
 	discard := func() gpuload.Target { return &hostmem.Discard{} }
 	for _, bench := range []struct {
