@@ -58,8 +58,7 @@ bench-doc: ## what make bench FULL=1 measured last, put into doc/performance.md
 	go run ./internal/bench -json .tools/bench -page doc/performance.md
 
 device: ## loading into memory: the fault matrix under the race detector, then mutants of the code
-	CGO_ENABLED=1 go test -race ./gpuload/...
-	go test -tags mutants ./gpuload/devicetest
+	scripts/device.sh
 
 docs: ## runs every sh block of README.md and doc/ in a fresh copy of the checkout
 	scripts/docs.sh
