@@ -289,20 +289,9 @@ type modelConfig struct {
 // it by its digest too. The artifact is durable in the registry when this returns nil. The errors are those of
 // client.Client.
 func (u *Uploader) Put(ctx context.Context, a Artifact, tag string) (d identity.Digest, reference string, err error) {
-	a.Layers = slices.SortedFunc(slices.Values(a.Layers), func(a, b Layer) int {
-		return cmp.Or(cmp.Compare(a.Kind, b.Kind), cmp.Compare(a.Name, b.Name))
-	})
-	mediaType, config, err := a.config()
-	if err != nil {
-		return d, "", err
-	}
-	if err := u.Send(ctx, Blob{"config", identity.Sum(config), int64(len(config)), Bytes(config)}); err != nil {
-		return d, "", err
-	}
-	doc, err := json.Marshal(a.manifest(descriptor(mediaType, identity.Sum(config), int64(len(config)))))
-	if err == nil && len(doc) > api.MaxManifestBytes {
-		err = fmt.Errorf("manifest of %d files has %d bytes, more than the %d that registries take",
-			len(a.Layers), len(doc), api.MaxManifestBytes)
+	config, doc, err := a.documents()
+	if err == nil {
+		err = u.Send(ctx, Blob{"config", identity.Sum(config), int64(len(config)), Bytes(config)})
 	}
 	if err != nil {
 		return d, "", err
@@ -313,6 +302,29 @@ func (u *Uploader) Put(ctx context.Context, a Artifact, tag string) (d identity.
 		return err
 	})
 	return d, client.Reference{Host: u.c.Host(), Repo: u.repo, Tag: tag, Digest: d}.String(), err
+}
+
+// Digest returns that of the manifest which Put makes of a.
+func (a Artifact) Digest() (identity.Digest, error) {
+	_, doc, err := a.documents()
+	return identity.Sum(doc), err
+}
+
+// documents returns the config and the manifest of an artifact.
+func (a Artifact) documents() (config, doc []byte, err error) {
+	a.Layers = slices.SortedFunc(slices.Values(a.Layers), func(a, b Layer) int {
+		return cmp.Or(cmp.Compare(a.Kind, b.Kind), cmp.Compare(a.Name, b.Name))
+	})
+	mediaType, config, err := a.config()
+	if err != nil {
+		return nil, nil, err
+	}
+	doc, err = json.Marshal(a.manifest(descriptor(mediaType, identity.Sum(config), int64(len(config)))))
+	if err == nil && len(doc) > api.MaxManifestBytes {
+		err = fmt.Errorf("manifest of %d files has %d bytes, more than the %d that registries take",
+			len(a.Layers), len(doc), api.MaxManifestBytes)
+	}
+	return config, doc, err
 }
 
 // config returns the config of an artifact, and its media type.

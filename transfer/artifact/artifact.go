@@ -262,6 +262,9 @@ func (a *Artifact) Push(ctx context.Context, c *client.Client, ref client.Refere
 	return p, err
 }
 
+// Manifest returns the digest that the manifest of a gets when it is pushed. It asks no registry.
+func (a *Artifact) Manifest() (identity.Digest, error) { return a.manifest().Digest() }
+
 // Before is what Push returns for a statement that is there already.
 func (a *Artifact) Before(ctx context.Context, c *client.Client, at client.Reference) Pushed {
 	p := Pushed{Kind: a.Kind, Name: a.Name, Base: a.claim(), Digest: at.Digest, Reference: at.String(),

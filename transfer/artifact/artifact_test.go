@@ -89,7 +89,15 @@ func (d *desk) push(kind api.Kind, path string, o artifact.Options) (artifact.Pu
 	if err != nil {
 		return artifact.Pushed{}, err
 	}
-	return a.Push(d.t.Context(), d.c, d.ref("v1"), o.Watch)
+	foretold, err := a.Manifest()
+	if err != nil {
+		return artifact.Pushed{}, err
+	}
+	p, err := a.Push(d.t.Context(), d.c, d.ref("v1"), o.Watch)
+	if err == nil && p.Digest != foretold {
+		d.t.Errorf("pushed as %s, foretold %s", p.Digest, foretold)
+	}
+	return p, err
 }
 
 func base(t *testing.T) *identity.Manifest {
