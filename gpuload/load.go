@@ -71,6 +71,7 @@ func load(ctx context.Context, p Plan, src Source, t Target, o Options) (_ *Resi
 	if err != nil {
 		return nil, fmt.Errorf("publish the weights: %w", deviceError(err))
 	}
+	l.blocks.name(handles)
 	l.enter(Published)
 	return &Resident{
 		manifest: m, plan: p, stats: l.stats(m, start), target: t, devices: devices, blocks: l.blocks, options: l.o,

@@ -226,6 +226,18 @@ func Spread(sizes []int64, devices []Device) ([][]int, error) {
 	return on, nil
 }
 
+// Replicate puts each shard on every device.
+func Replicate(sizes []int64, devices []Device) ([][]int, error) {
+	if len(devices) == 0 {
+		return nil, errors.New("there is no device")
+	}
+	all := make([]int, len(devices))
+	for i, d := range devices {
+		all[i] = d.Index
+	}
+	return slices.Repeat([][]int{all}, len(sizes)), nil
+}
+
 func descending(sizes []int64) []int {
 	order := make([]int, len(sizes))
 	for i := range order {

@@ -14,6 +14,15 @@ import (
 // blocks are the blocks of each shard of a plan, one for each device that has it.
 type blocks [][]Block
 
+// name says of each handle which shard it is.
+func (b blocks) name(handles []Handle) {
+	for i := range b {
+		for _, block := range b[i] {
+			handles[block].Shard = i
+		}
+	}
+}
+
 // readBack hashes every block again through the buffers of s and compares it with the digest of its shard. No copy is
 // open. It returns how many bytes were read.
 func (b blocks) readBack(ctx context.Context, t Target, p Plan, want []identity.Digest, s *slab) (int64, error) {

@@ -35,6 +35,7 @@ type Options struct {
 	VerifyDevice bool
 
 	Placement Placement    // nil: Spread
+	Keep      Keeper       // keeps the bytes on a disk besides; nil: nobody does
 	Notify    func(string) // lines for people, from the goroutine of Load; nil: none
 	Observe   func(State)  // each state that the load enters, from the goroutine of Load; nil: none
 	// Progress is told how many bytes of a shard are hashed, from several goroutines, after each buffer; nil: nobody is.

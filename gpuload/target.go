@@ -8,7 +8,10 @@ package gpuload
 
 import (
 	"context"
+	"io"
 	"os"
+
+	"github.com/kiln-registry/kiln-registry/identity"
 )
 
 // Device is one place where memory can be had.
@@ -35,11 +38,13 @@ type Token interface {
 
 // Handle is how another process gets at a published block.
 type Handle struct {
-	Kind   string   // memfd, cuda-ipc, …; none when the target keeps no bytes
-	Device int      // the index of the device that has the block
-	Size   int64    // bytes of the block
-	File   *os.File // memfd: open for reading only; it belongs to the target and is closed by Free
-	Raw    []byte   // other kinds; empty for a block of no bytes
+	Kind       string   // memfd, cuda-ipc, …; none when the target keeps no bytes
+	Shard      int      // the index of the shard in the plan; Load sets it, a target leaves it at 0
+	Device     int      // the index of the device that has the block
+	Size       int64    // bytes of the block
+	File       *os.File // kinds that are a descriptor; it belongs to the target and is closed by Free
+	Raw        []byte   // other kinds; empty for a block of no bytes
+	Allocation int64    // bytes of the memory behind the handle, where who opens it must know; else 0
 }
 
 // Target is the memory that one load fills. It serves one load: after Free it is not used again. Submit and
@@ -74,4 +79,23 @@ type Reader interface {
 	// ReadBack fills buf with what block b holds from offset off, before publication or after it. It is called from
 	// several goroutines at once, and not while a copy to the block is open.
 	ReadBack(ctx context.Context, b Block, off int64, buf []byte) error
+}
+
+// Keeper keeps the bytes of a load on a disk, in the same pass. Keep is called once for each shard, from several
+// goroutines at once; size is that of the file.
+type Keeper interface {
+	Keep(shard string, size int64) (Kept, error)
+}
+
+// Kept is one shard on its way to a disk. It is used by one goroutine at a time.
+type Kept interface {
+	// WriteAt is given every byte of the file once, also those of the header, in order. It may not keep b.
+	io.WriterAt
+
+	// Commit is called when the file is whole and has the digest that it must have, if one is known. It is not called
+	// after an error.
+	Commit(d identity.Digest) error
+
+	// Close is called last, once, whatever happened. Without Commit what was kept is worth nothing.
+	Close() error
 }

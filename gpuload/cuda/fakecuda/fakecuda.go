@@ -1,9 +1,9 @@
 // Package fakecuda builds a stand-in for NVIDIA's driver library, so that tests go through the real binding on machines
-// without a device. What it models and which faults it has is said in c/fakecuda.c. It is for tests only.
+// without a device. What it models and which faults it has is said in c/fakecuda.c and c/vmm.c. It is for tests only.
 package fakecuda
 
 import (
-	_ "embed"
+	"embed"
 	"errors"
 	"fmt"
 	"os"
@@ -13,21 +13,24 @@ import (
 	"github.com/ebitengine/purego"
 )
 
-//go:embed c/fakecuda.c
-var source []byte
+//go:embed c
+var source embed.FS
+
+// WithoutVMM is an argument of Build: the library lacks the entry points of virtual memory management.
+const WithoutVMM = "-DWITHOUT_VMM"
 
 // Build compiles the library into dir and returns its path, for KILN_CUDA_LIB. It needs gcc.
-func Build(dir string) (string, error) {
+func Build(dir string, with ...string) (string, error) {
 	gcc, err := exec.LookPath("gcc")
 	if err != nil {
 		return "", errors.New("the stand-in for the CUDA driver is built by gcc, which is not on PATH: " +
 			"apt-get install gcc libc6-dev")
 	}
-	code, lib := filepath.Join(dir, "fakecuda.c"), filepath.Join(dir, "libfakecuda.so")
-	if err := os.WriteFile(code, source, 0o666); err != nil {
+	code, lib := filepath.Join(dir, "c", "fakecuda.c"), filepath.Join(dir, "libfakecuda.so")
+	if err := os.CopyFS(dir, source); err != nil {
 		return "", err
 	}
-	args := []string{"-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-pthread", "-o", lib, code}
+	args := append([]string{"-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-pthread", "-o", lib, code}, with...)
 	out, err := exec.Command(gcc, args...).CombinedOutput()
 	if err != nil {
 		return "", fmt.Errorf("build the stand-in for the CUDA driver: %w\n%s", err, out)

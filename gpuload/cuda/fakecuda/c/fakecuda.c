@@ -5,23 +5,27 @@
 //   - a source that is not pinned is copied at once and counted; a copy out of bounds is refused;
 //   - calls on a thread without a context are refused, as are streams and events of another context;
 //   - after error 700 a context is of no more use: only its last release frees its memory;
-//   - a handle for another process is refused in this one, and names a file that ends with its process.
+//   - a handle for another process is refused in this one, and names a file that ends with its process;
+//   - memory that is created apart from its address is modelled in vmm.c.
 //
 // Settings and counters are listed below. FAKECUDA_name in the environment sets one when cuInit is called, and
 // fakecuda_set at any time. Safe for concurrent use.
 #define _GNU_SOURCE
+#include <fcntl.h>
 #include <pthread.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 enum {
   OK = 0, INVALID = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, NO_DEVICE = 100, INVALID_DEVICE = 101,
   INVALID_CONTEXT = 201, INVALID_HANDLE = 400, ILLEGAL_ADDRESS = 700, ALREADY_REGISTERED = 712,
-  NOT_REGISTERED = 713
+  NOT_REGISTERED = 713, NOT_SUPPORTED = 801
 };
 
 #define DEVICE_BIT (1ull << 56)
@@ -44,15 +48,25 @@ static struct setting {
     {"FAIL_COPY", 0, 0},                    // of the copies to a device
     {"FAIL_AT", 0, 0},                      // who reports it: 0 the call, 1 its event, 2 only a synchronised stream
     {"FLIP_COPY", 0, 0},                    // a bit is wrong after this copy to a device
+    {"FAIL_READ", 0, 0},                    // of the copies from a device, reported as FAIL_AT says
     {"FAIL_IPC", 0, 0},
-    {"ALLOCS", 0, 0}, {"PINS", 0, 0}, {"COPIES", 0, 0}, {"HANDLES", 0, 0}, {"READS", 0, 0}, // calls
+    {"FAIL_VMM", 0, 0},                     // of the calls of vmm.c that take something or ask for something
+    {"NO_VMM", 0, 0},                       // 1: the devices have no virtual memory management
+    {"NO_FD", 0, 0},                        // 1: nor file descriptors for it
+    {"NO_READ_ONLY", 0, 0},                 // 1: access is for reading and writing or not at all
+    {"GRANULARITY", 2 << 20, 2 << 20},      // of memory that is created apart from its address
+    {"HANG", 0, 0},                         // 1: no copy ends, until it is 0 again
+    {"ALLOCS", 0, 0}, {"PINS", 0, 0}, {"COPIES", 0, 0}, {"HANDLES", 0, 0}, {"READS", 0, 0},
+    {"VMM", 0, 0},                          // calls, until here
     {"UNPINNED", 0, 0},                     // copies from or to memory that was not pinned
-    {"USED", 0, 0}, {"PINNED", 0, 0}, {"CONTEXTS", 0, 0}, {"STREAMS", 0, 0}, {"EVENTS", 0, 0}, // held now
+    {"USED", 0, 0}, {"PINNED", 0, 0}, {"CONTEXTS", 0, 0}, {"STREAMS", 0, 0}, {"EVENTS", 0, 0},
+    {"RANGES", 0, 0}, {"PHYSICAL", 0, 0},   // held now: reserved addresses, memory created or imported
 };
 
 enum setting_name {
-  DEVICES, MEMORY, PIN_LIMIT, LAZY, BANDWIDTH, NO_BYTES, FAIL_ALLOC, FAIL_PIN, FAIL_COPY, FAIL_AT, FLIP_COPY, FAIL_IPC,
-  ALLOCS, PINS, COPIES, HANDLES, READS, UNPINNED, USED, PINNED, CONTEXTS, STREAMS, EVENTS, SETTINGS
+  DEVICES, MEMORY, PIN_LIMIT, LAZY, BANDWIDTH, NO_BYTES, FAIL_ALLOC, FAIL_PIN, FAIL_COPY, FAIL_AT, FLIP_COPY, FAIL_READ,
+  FAIL_IPC, FAIL_VMM, NO_VMM, NO_FD, NO_READ_ONLY, GRANULARITY, HANG, ALLOCS, PINS, COPIES, HANDLES, READS, VMM,
+  UNPINNED, USED, PINNED, CONTEXTS, STREAMS, EVENTS, RANGES, PHYSICAL, SETTINGS
 };
 
 struct context {
@@ -76,7 +90,7 @@ struct op { // a copy, or an event where event is set
   uint64_t from_device;
   char *host;
   size_t size;
-  long long number; // of the copy to a device
+  long long number; // of the copies in its direction
 };
 
 struct stream {
@@ -104,8 +118,11 @@ static __thread struct context *current;
 
 #define N(name) (settings[name].value)
 
+static void settle_physical(void);
+
 long long fakecuda_get(const char *name) {
   pthread_mutex_lock(&mu);
+  settle_physical();
   long long v = -1;
   for (int i = 0; i < SETTINGS; i++)
     if (!strcmp(settings[i].name, name)) v = N(i);
@@ -118,6 +135,7 @@ int fakecuda_set(const char *name, long long value) {
   pthread_mutex_lock(&mu);
   for (int i = 0; i < USED; i++)
     if (!strcmp(settings[i].name, name)) N(i) = value, found = 1;
+  pthread_cond_broadcast(&changed);
   pthread_mutex_unlock(&mu);
   return found;
 }
@@ -126,6 +144,7 @@ int fakecuda_set(const char *name, long long value) {
 void fakecuda_reset(void) {
   pthread_mutex_lock(&mu);
   for (int i = 0; i < USED; i++) N(i) = settings[i].initial;
+  pthread_cond_broadcast(&changed);
   pthread_mutex_unlock(&mu);
 }
 
@@ -200,6 +219,8 @@ int cuDevicePrimaryCtxRetain(void **ctx, int d) {
   return leave(OK);
 }
 
+#include "vmm.c"
+
 static void release_alloc(struct alloc *a) {
   munmap(a->host, a->size);
   if (a->fd >= 0) close(a->fd);
@@ -237,7 +258,8 @@ int cuMemGetInfo_v2(size_t *free, size_t *total) {
   int e;
   struct context *c = enter(&e);
   if (e || c->error) return leave(e ? e : c->error);
-  size_t used = 0;
+  settle_physical();
+  size_t used = physical_on(c->device);
   for (int i = 0; i < SLOTS; i++)
     if (allocs[i].ctx == c && !allocs[i].imported) used += allocs[i].size;
   *total = N(MEMORY);
@@ -337,8 +359,9 @@ static void execute(struct stream *s, struct op *o) {
     usleep((useconds_t)(o->size * 1000000 / rate));
     pthread_mutex_lock(&mu);
   }
-  if (o->to_device && o->number == N(FAIL_COPY) && N(FAIL_AT)) s->ctx->error = ILLEGAL_ADDRESS;
-  if (!find(s->ctx, dptr, o->size)) s->ctx->error = ILLEGAL_ADDRESS;
+  if (o->number == N(o->to_device ? FAIL_COPY : FAIL_READ) && N(FAIL_AT)) s->ctx->error = ILLEGAL_ADDRESS;
+  if (!find(s->ctx, dptr, o->size) && !accessible(s->ctx->device, dptr, o->size, o->to_device != 0))
+    s->ctx->error = ILLEGAL_ADDRESS;
   if (s->ctx->error) return;
   char *device = (char *)(uintptr_t)(dptr & ~DEVICE_BIT);
   int flip = o->to_device && o->number == N(FLIP_COPY);
@@ -354,7 +377,7 @@ static void *work(void *arg) {
   pthread_mutex_lock(&mu);
   for (;;) {
     if (!s->first && s->ending) break;
-    if (!s->first || (N(LAZY) && !s->ending && s->executed >= s->wanted)) {
+    if (!s->first || (N(HANG) && !s->first->event) || (N(LAZY) && !s->ending && s->executed >= s->wanted)) {
       pthread_cond_wait(&changed, &mu);
       continue;
     }
@@ -429,10 +452,10 @@ static int copy(struct stream *s, struct op o) {
   int e;
   struct context *c = enter(&e);
   if (e || (e = usable(s))) return leave(e);
-  if (!find(c, o.to_device ? o.to_device : o.from_device, o.size)) return leave(INVALID);
-  if (o.to_device) o.number = ++N(COPIES);
-  else N(READS)++;
-  if (o.to_device && o.number == N(FAIL_COPY) && !N(FAIL_AT)) return leave(c->error = ILLEGAL_ADDRESS);
+  uint64_t dptr = o.to_device ? o.to_device : o.from_device;
+  if (!find(c, dptr, o.size) && !reserved(dptr, o.size)) return leave(INVALID);
+  o.number = ++N(o.to_device ? COPIES : READS);
+  if (o.number == N(o.to_device ? FAIL_COPY : FAIL_READ) && !N(FAIL_AT)) return leave(c->error = ILLEGAL_ADDRESS);
   queue(s, o);
   if (!pinned(o.host, o.size)) {
     N(UNPINNED)++;
@@ -548,6 +571,7 @@ static const struct { int code; const char *name, *text; } errors[] = {
     {INVALID_HANDLE, "CUDA_ERROR_INVALID_HANDLE", "invalid resource handle"},
     {ILLEGAL_ADDRESS, "CUDA_ERROR_ILLEGAL_ADDRESS", "an illegal memory access was encountered"},
     {ALREADY_REGISTERED, "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED", "memory is already registered"},
+    {NOT_SUPPORTED, "CUDA_ERROR_NOT_SUPPORTED", "operation not supported"},
     {NOT_REGISTERED, "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED", "memory is not registered"},
 };
 
