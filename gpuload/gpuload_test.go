@@ -450,6 +450,7 @@ func TestStatsLine(t *testing.T) {
 		"read": {Bytes: 3e9, Elapsed: 2e9, Read: 4e9, Hash: 2e9, Copy: 1e9, Lanes: 2, Buffer: 96 << 20},
 		"hash": {Bytes: 3e9, Elapsed: 2e9, Read: 1e9, Hash: 2e9, Copy: 1e9, Lanes: 2},
 		"copy": {Bytes: 3e9, Elapsed: 2e9, Read: 1e9, Hash: 2e9, Copy: 3e9, Lanes: 2},
+		"disk": {Bytes: 3e9, Elapsed: 2e9, Read: 1e9, Hash: 2e9, Copy: 3e9, Disk: 4e9, Lanes: 2},
 		"none": {},
 	} {
 		line := s.String()
@@ -464,6 +465,10 @@ func TestStatsLine(t *testing.T) {
 	want := "3000.0 MB in 2.000 s, 1.50 GB/s; limit: read (busy: read 100%, hash 50%, copy 25%); " +
 		"2 lanes, 96.0 MB of buffers"
 	if line != want {
+		t.Errorf("%q, want %q", line, want)
+	}
+	line = gpuload.Stats{Bytes: 3e9, Elapsed: 2e9, Hash: 1e9, Disk: 3e9, Lanes: 2}.String()
+	if want := "limit: disk (busy: read 0%, hash 25%, copy 0%, disk 75%)"; !strings.Contains(line, want) {
 		t.Errorf("%q, want %q", line, want)
 	}
 }

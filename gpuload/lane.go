@@ -11,7 +11,8 @@ import (
 	"golang.org/x/sync/errgroup"
 )
 
-// chunk is a part of a shard on its way through a lane. Its buffer has one user for the hash and one for each copy.
+// chunk is a part of a shard on its way through a lane. Its buffer has one user for the hash, one for the disk and one
+// for each copy.
 type chunk struct {
 	buf    *buffer
 	data   []byte
@@ -22,8 +23,21 @@ type chunk struct {
 
 type aligned interface{ Align() int64 }
 
-// shard sends one file through the three stages of a lane and checks it. The stages stop together: the first error
-// ends the others.
+// stages are where a chunk goes at once. Each holds as many as there are buffers, so sending to it never blocks.
+type stages struct{ hash, copy, disk chan chunk }
+
+func newStages(ring int) stages {
+	return stages{make(chan chunk, ring), make(chan chunk, ring), make(chan chunk, ring)}
+}
+
+func (s stages) close() {
+	close(s.hash)
+	close(s.copy)
+	close(s.disk)
+}
+
+// shard sends one file through the stages of a lane and checks it. The stages stop together: the first error ends the
+// others.
 func (l *loader) shard(ctx context.Context, i int, ring chan *buffer) (err error) {
 	s := l.plan.Shards[i]
 	f, err := l.src.Open(ctx, s.Name)
@@ -34,22 +48,35 @@ func (l *loader) shard(ctx context.Context, i int, ring chan *buffer) (err error
 	if err := s.unchanged(f, 0); err != nil {
 		return err
 	}
-	filled, sent := make(chan chunk, l.o.Ring), make(chan chunk, l.o.Ring)
+	kept, err := l.keep(s)
+	if err != nil {
+		return err
+	}
+	defer func() {
+		if e := kept.Close(); err == nil {
+			err = s.diskError(s.Size, e)
+		}
+	}()
+	to := newStages(l.o.Ring)
 	g, gctx := errgroup.WithContext(ctx)
 	g.Go(func() error {
-		defer close(filled)
-		defer close(sent)
-		return l.readAll(gctx, i, f, ring, filled, sent)
+		defer to.close()
+		return l.readAll(gctx, i, f, ring, to)
 	})
-	g.Go(func() error { return l.hashAll(gctx, i, filled) })
-	g.Go(func() error { return l.settle(gctx, s, sent) })
+	g.Go(func() error { return l.hashAll(gctx, i, to.hash) })
+	g.Go(func() error { return l.settle(gctx, s, to.copy) })
+	g.Go(func() error { return l.keepAll(gctx, s, kept, to.disk) })
 	if err := g.Wait(); err != nil {
 		return err
 	}
 	if err := s.unchanged(f, s.Size); err != nil {
 		return err
 	}
-	return l.check(i)
+	if err := l.check(i); err != nil {
+		return err
+	}
+	defer l.disk.since(time.Now())
+	return s.diskError(s.Size, kept.Commit(l.seen[i]))
 }
 
 // unchanged says whether f is the file of the plan, as it was then.
@@ -75,7 +102,7 @@ func (l *loader) check(i int) error {
 }
 
 // readAll fills buffers with the data of shard i in order, starts their copies, and passes them on.
-func (l *loader) readAll(ctx context.Context, i int, f File, ring chan *buffer, filled, sent chan<- chunk) error {
+func (l *loader) readAll(ctx context.Context, i int, f File, ring chan *buffer, to stages) error {
 	s := l.plan.Shards[i]
 	for off := s.Data; off < s.Size; {
 		var buf *buffer
@@ -84,7 +111,7 @@ func (l *loader) readAll(ctx context.Context, i int, f File, ring chan *buffer, 
 		case <-ctx.Done():
 			return stopped(ctx, s, off)
 		}
-		buf.refs.Store(int32(1 + len(l.blocks[i])))
+		buf.refs.Store(int32(2 + len(l.blocks[i])))
 		start := time.Now()
 		data, err := readWindow(f, buf.data, off, s.Size-off)
 		l.read.since(start)
@@ -99,8 +126,9 @@ func (l *loader) readAll(ctx context.Context, i int, f File, ring chan *buffer, 
 			}
 			c.tokens = append(c.tokens, t)
 		}
-		filled <- c // never blocks: it holds as many chunks as there are buffers
-		sent <- c
+		to.hash <- c
+		to.copy <- c
+		to.disk <- c
 		off += int64(len(data))
 	}
 	return nil
@@ -109,7 +137,7 @@ func (l *loader) readAll(ctx context.Context, i int, f File, ring chan *buffer, 
 // hashAll hashes the shard, of which the header was hashed when it was planned.
 func (l *loader) hashAll(ctx context.Context, i int, filled <-chan chunk) error {
 	s, h := l.plan.Shards[i], identity.NewHash()
-	if err := h.UnmarshalBinary(s.head); err != nil {
+	if err := h.UnmarshalBinary(s.hashed); err != nil {
 		return fmt.Errorf("hash shard %s: %w", s.Name, err)
 	}
 	l.progress(s.Name, s.Data)
@@ -157,6 +185,52 @@ func (l *loader) settle(ctx context.Context, s Shard, sent <-chan chunk) error {
 		last = time.Now()
 	}
 	return nil
+}
+
+// keep begins to keep a shard on the disk, where that is asked for.
+func (l *loader) keep(s Shard) (Kept, error) {
+	if l.o.Keep == nil {
+		return unkept{}, nil
+	}
+	k, err := l.o.Keep.Keep(s.Name, s.Size)
+	return k, s.diskError(0, err)
+}
+
+// unkept is a shard that nobody keeps.
+type unkept struct{}
+
+func (unkept) WriteAt(b []byte, _ int64) (int, error) { return len(b), nil }
+func (unkept) Commit(identity.Digest) error           { return nil }
+func (unkept) Close() error                           { return nil }
+
+// keepAll writes the shard to the disk, the header first, which was read when the shard was planned.
+func (l *loader) keepAll(ctx context.Context, s Shard, to Kept, filled <-chan chunk) error {
+	write := func(b []byte, off int64) error {
+		defer l.disk.since(time.Now())
+		_, err := to.WriteAt(b, off)
+		return s.diskError(off, err)
+	}
+	if err := write(s.header, 0); err != nil {
+		return err
+	}
+	for c := range filled {
+		if err := write(c.data, c.off); err != nil {
+			return err
+		}
+		c.buf.release()
+		if ctx.Err() != nil {
+			return stopped(ctx, s, c.off)
+		}
+	}
+	return nil
+}
+
+// diskError returns nil for nil.
+func (s Shard) diskError(off int64, err error) error {
+	if err == nil {
+		return nil
+	}
+	return &Error{Shard: s.Name, Offset: off, Err: fmt.Errorf("%w: %w", ErrDisk, err)}
 }
 
 func stopped(ctx context.Context, s Shard, off int64) error {

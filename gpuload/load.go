@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strings"
 	"sync/atomic"
 	"time"
 
@@ -23,6 +24,7 @@ type loader struct {
 	read   clock
 	hash   clock
 	copy   clock
+	disk   clock
 	back   int64 // bytes read back
 }
 
@@ -74,7 +76,7 @@ func load(ctx context.Context, p Plan, src Source, t Target, o Options) (_ *Resi
 	l.blocks.name(handles)
 	l.enter(Published)
 	return &Resident{
-		manifest: m, plan: p, stats: l.stats(m, start), target: t, devices: devices, blocks: l.blocks, options: l.o,
+		manifest: m, plan: p.withoutHeaders(), stats: l.stats(m, start), target: t, devices: devices, blocks: l.blocks, options: l.o,
 		handles: handles, state: Published,
 	}, nil
 }
@@ -82,9 +84,17 @@ func load(ctx context.Context, p Plan, src Source, t Target, o Options) (_ *Resi
 func (l *loader) stats(m identity.Manifest, start time.Time) Stats {
 	return Stats{
 		Bytes: int64(m.TotalSize), Elapsed: time.Since(start),
-		Read: l.read.total(), Hash: l.hash.total(), Copy: l.copy.total(),
+		Read: l.read.total(), Hash: l.hash.total(), Copy: l.copy.total(), Disk: l.kept(),
 		ReadBack: l.back, Lanes: l.o.Lanes, Buffer: l.o.buffer(),
 	}
+}
+
+// kept is the time that the disk took, 0 where nothing is kept.
+func (l *loader) kept() time.Duration {
+	if l.o.Keep == nil {
+		return 0
+	}
+	return l.disk.total()
 }
 
 func (l *loader) enter(s State) {
@@ -178,29 +188,36 @@ func (l *loader) verify(ctx context.Context) (m identity.Manifest, err error) {
 	return m, nil
 }
 
-// Stats says how a load went. Read, Hash and Copy are the time that each stage was at work, summed over the lanes.
+// Stats says how a load went. Read, Hash, Copy and Disk are the time that each stage was at work, summed over the lanes.
 type Stats struct {
 	Bytes            int64 // read and hashed, headers included
 	Elapsed          time.Duration
 	Read, Hash, Copy time.Duration
-	ReadBack         int64 // bytes that were read back from the device and hashed again
+	Disk             time.Duration // 0: nothing was kept
+	ReadBack         int64         // bytes that were read back from the device and hashed again
 	Lanes            int
 	Buffer           int64 // bytes of buffers
 }
 
 // String is one line for people: how much, how fast, which stage was the limit, and how busy each was.
 func (s Stats) String() string {
-	read, hash, copied := s.busy(s.Read), s.busy(s.Hash), s.busy(s.Copy)
-	limit := "read"
-	switch {
-	case hash >= read && hash >= copied:
-		limit = "hash"
-	case copied > read:
-		limit = "copy"
+	stages := []struct {
+		name string
+		busy time.Duration
+	}{{"read", s.Read}, {"hash", s.Hash}, {"copy", s.Copy}, {"disk", s.Disk}}
+	if s.Disk == 0 {
+		stages = stages[:3]
 	}
-	return fmt.Sprintf("%.1f MB in %.3f s, %.2f GB/s; limit: %s (busy: read %.0f%%, hash %.0f%%, copy %.0f%%); "+
-		"%d lanes, %.1f MB of buffers", float64(s.Bytes)/1e6, s.Elapsed.Seconds(),
-		float64(s.Bytes)/1e9/max(s.Elapsed.Seconds(), 1e-9), limit, read, hash, copied, s.Lanes, float64(s.Buffer)/1e6)
+	limit, busy := stages[1], make([]string, len(stages))
+	for i, stage := range stages {
+		if stage.busy > limit.busy {
+			limit = stage
+		}
+		busy[i] = fmt.Sprintf("%s %.0f%%", stage.name, s.busy(stage.busy))
+	}
+	return fmt.Sprintf("%.1f MB in %.3f s, %.2f GB/s; limit: %s (busy: %s); %d lanes, %.1f MB of buffers",
+		float64(s.Bytes)/1e6, s.Elapsed.Seconds(), float64(s.Bytes)/1e9/max(s.Elapsed.Seconds(), 1e-9), limit.name,
+		strings.Join(busy, ", "), s.Lanes, float64(s.Buffer)/1e6)
 }
 
 func (s Stats) busy(d time.Duration) float64 {
@@ -219,6 +236,7 @@ var (
 	ErrChanged  = errors.New("the file changed while it was read") // also: it ended early or grew
 	ErrMemory   = errors.New("not enough memory")                  // before the first byte was copied
 	ErrDevice   = errors.New("the device failed")                  // allocation, copy or publication
+	ErrDisk     = errors.New("the bytes were not kept")            // by Options.Keep
 	ErrState    = errors.New("the weights are not published")      // no longer, or not yet
 )
 

@@ -33,8 +33,9 @@ type Shard struct {
 	Size int64 // of the file
 	Data int64 // offset in the file at which the tensors' bytes start; they go to offset 0 of the shard's block
 
-	stamp Stamp
-	head  []byte // the saved state of a hash that has seen the header
+	stamp  Stamp
+	header []byte // the bytes before Data, for who keeps the file; they are read once
+	hashed []byte // the saved state of a hash that has seen the header
 }
 
 // Tensor is one row of the table by which tensors are found in the blocks. Its bytes are those of the safetensors
@@ -54,6 +55,15 @@ const alignment = 16
 
 // CodeNoTensors is the code of the safetensors.Error for shards that are valid and empty.
 const CodeNoTensors = "no_tensors"
+
+// withoutHeaders is the plan without what only a load needs.
+func (p Plan) withoutHeaders() Plan {
+	p.Shards = slices.Clone(p.Shards)
+	for i := range p.Shards {
+		p.Shards[i].header = nil
+	}
+	return p
+}
 
 // NewPlan reads and checks the header of each named shard file and compares names and sizes with what is wanted. It
 // takes no device memory. A file that is refused gives a *safetensors.Error, one that is not as wanted ErrMismatch.
@@ -124,39 +134,36 @@ func planShard(ctx context.Context, src Source, name string) (s Shard, tensors [
 	if err != nil {
 		return s, nil, err
 	}
-	h := identity.NewHash()
-	head, err := readHeader(f, stamp.Size, h)
+	head, b, err := readHeader(f, stamp.Size)
 	if err != nil {
 		return s, nil, safetensors.InFile(name, err)
 	}
-	state, err := h.MarshalBinary()
-	return Shard{Name: name, Size: stamp.Size, Data: int64(head.Size), stamp: stamp, head: state}, head.Tensors, err
+	h := identity.NewHash()
+	h.Write(b)
+	s = Shard{Name: name, Size: stamp.Size, Data: int64(len(b)), stamp: stamp, header: b}
+	s.hashed, err = h.MarshalBinary()
+	return s, head.Tensors, err
 }
 
-// readHeader reads the header of a file of size bytes once, checks it, and adds its bytes to h.
-func readHeader(f File, size int64, h io.Writer) (safetensors.Header, error) {
+// readHeader reads the header of a file of size bytes once, checks it, and returns its bytes too, the length in front
+// included.
+func readHeader(f File, size int64) (head safetensors.Header, b []byte, err error) {
 	var prefix [8]byte
 	if err := readAt(f, prefix[:min(size, 8)], 0); err != nil {
-		return safetensors.Header{}, err
+		return head, nil, err
 	}
 	n, err := safetensors.HeaderLen(prefix, size)
 	if err != nil {
 		_, err = safetensors.Read(wholeReads{f}, size) // knows more of what else the file may be
-		return safetensors.Header{}, err
+		return head, nil, err
 	}
-	text := make([]byte, n)
-	if err := readAt(f, text, int64(len(prefix))); err != nil {
-		return safetensors.Header{}, err
+	b = make([]byte, len(prefix)+int(n))
+	copy(b, prefix[:])
+	if err := readAt(f, b[len(prefix):], int64(len(prefix))); err != nil {
+		return head, nil, err
 	}
-	head, err := safetensors.ParseHeader(prefix, text, size)
-	if err != nil {
-		return safetensors.Header{}, err
-	}
-	_, err = h.Write(prefix[:])
-	if err == nil {
-		_, err = h.Write(text)
-	}
-	return head, err
+	head, err = safetensors.ParseHeader(prefix, b[len(prefix):], size)
+	return head, b, err
 }
 
 // wholeReads reads through readAt.

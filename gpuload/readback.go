@@ -54,7 +54,7 @@ func (b blocks) readBack(ctx context.Context, t Target, p Plan, want []identity.
 // reread hashes the shard anew, its data from block b through buf.
 func (s Shard) reread(ctx context.Context, r Reader, b Block, want identity.Digest, buf []byte) error {
 	h := identity.NewHash()
-	if err := h.UnmarshalBinary(s.head); err != nil {
+	if err := h.UnmarshalBinary(s.hashed); err != nil {
 		return fmt.Errorf("hash shard %s: %w", s.Name, err)
 	}
 	for off := s.Data; off < s.Size; {

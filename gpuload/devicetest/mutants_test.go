@@ -26,18 +26,23 @@ var mutants = []struct {
 	{"size not compared", "plan.go", []string{"m.Shards[i].Size != uint64(s.Size)", "false"}},
 	{"hash before the fill completes", "lane.go", []string{
 		"start := time.Now()\n\t\tdata, err", "start := time.Now()\n" +
-			"\t\tfilled <- chunk{buf: buf, data: buf.data[:min(s.Size-off, int64(len(buf.data)))], off: off}\n\t\tdata, err",
-		"filled <- c // never", "// never"}},
+			"\t\tto.hash <- chunk{buf: buf, data: buf.data[:min(s.Size-off, int64(len(buf.data)))], off: off}\n\t\tdata, err",
+		"to.hash <- c", ""}},
 	{"recycle without waiting for the copy", "lane.go", []string{
 		"err := t.Wait(ctx); err != nil", "err := func(Token) error { return nil }(t); err != nil"}},
 	{"recycle when hashed", "lane.go", []string{
-		"buf.refs.Store(int32(1 + len(l.blocks[i])))", "buf.refs.Store(1)",
+		"buf.refs.Store(int32(2 + len(l.blocks[i])))", "buf.refs.Store(2)",
 		"c.buf.release()\n\t\t}\n\t\tl.copy", "}\n\t\tl.copy"}},
 	{"recycle when copied", "lane.go", []string{
-		"buf.refs.Store(int32(1 + len(l.blocks[i])))", "buf.refs.Store(int32(len(l.blocks[i])))",
-		"c.buf.release()\n\t\tif ctx.Err()", "if ctx.Err()"}},
+		"buf.refs.Store(int32(2 + len(l.blocks[i])))", "buf.refs.Store(int32(1 + len(l.blocks[i])))",
+		"c.buf.release()\n\t\tif ctx.Err() != nil {\n\t\t\treturn stopped(ctx, s, c.off)\n\t\t}\n\t}\n\tl.seen",
+		"if ctx.Err() != nil {\n\t\t\treturn stopped(ctx, s, c.off)\n\t\t}\n\t}\n\tl.seen"}},
+	{"recycle before it is kept", "lane.go", []string{
+		"buf.refs.Store(int32(2 + len(l.blocks[i])))", "buf.refs.Store(int32(1 + len(l.blocks[i])))",
+		"c.buf.release()\n\t\tif ctx.Err() != nil {\n\t\t\treturn stopped(ctx, s, c.off)\n\t\t}\n\t}\n\treturn nil",
+		"if ctx.Err() != nil {\n\t\t\treturn stopped(ctx, s, c.off)\n\t\t}\n\t}\n\treturn nil"}},
 	{"copy to the wrong offset", "lane.go", []string{"data, b, off-s.Data)", "data, b, 0)"}},
-	{"header not hashed", "plan.go", []string{"_, err = h.Write(text)", "_, err = h.Write(nil)"}},
+	{"header not hashed", "plan.go", []string{"h.Write(b)", "h.Write(b[:8])"}},
 	{"change during the load not noticed", "lane.go", []string{
 		"err := s.unchanged(f, s.Size); err != nil", "ctx.Err() != nil"}},
 	{"change before the load not noticed", "lane.go", []string{
