@@ -55,6 +55,9 @@ type Header struct {
 
 // Read reads and checks the header of a file of size bytes. It reads the header only, and takes memory in proportion to
 // it. The error is an *Error, or that of r. With the code unknown_dtype all else was right, and the header is returned.
+//
+// It refuses all that the reference implementation (safetensors 0.8.0) refuses, and four things that this one takes: a
+// name twice in one object, metadata that is null, a tensor described by an array, and white space before the header.
 func Read(r io.ReaderAt, size int64) (Header, error) {
 	first := make([]byte, min(size, diagnoseLen))
 	if err := readFull(r, first, 0); err != nil {
@@ -117,7 +120,10 @@ func ParseHeader(prefix [8]byte, text []byte, size int64) (Header, error) {
 	}
 	p := parser{head: Header{Size: 8 + uint64(n)}}
 	if err := p.parse(text); err != nil {
-		return Header{}, otherFormat(prefix, err)
+		if !bytes.HasPrefix(text, []byte("{")) {
+			err = otherFormat(prefix, err)
+		}
+		return Header{}, err
 	}
 	if err := checkLayout(p.head.Tensors, uint64(size)-p.head.Size); err != nil {
 		return Header{}, err
@@ -146,6 +152,7 @@ func (p *parser) parse(text []byte) *Error {
 	}
 	p.head.Tensors = make([]Tensor, 0, min(bytes.Count(text, []byte(`"data_offsets"`)), len(text)/minTensor+1))
 	err := strictjson.Read(text, func(r *strictjson.Reader) error {
+		r.Finite()
 		return r.Object(func(name string) error {
 			if name == metadataName {
 				return p.metadata(r)

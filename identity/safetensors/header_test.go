@@ -63,6 +63,8 @@ var headers = []struct {
 	{`{"t":{"shape":[],"data_offsets":[0,4]}}`, 4, CodeBadTensor, "lacks"},
 	{`{"t":["F32",[1],[0,4]]}`, 4, CodeBadTensor, "an array"},
 	{`{"t":null}`, 4, CodeBadTensor, ""},
+	{`{"t":{"dtype":"U8","shape":[1],"data_offsets":[0,1],"later":1e308}}`, 1, "", ""},
+	{`{"t":{"dtype":"U8","shape":[1],"data_offsets":[0,1],"later":1e999}}`, 1, CodeHeaderNotJSON, "out of range"},
 	{`{"t":{"dtype":"U8","dtype":"U8","shape":[],"data_offsets":[0,1]}}`, 1, CodeDuplicateTensor, `"dtype" twice`},
 	{`{"__metadata__":{},"__metadata__":{}}`, 0, CodeDuplicateTensor, "__metadata__"},
 	{`{"__metadata__":null}`, 0, CodeMetadata, "null"},
@@ -95,6 +97,20 @@ func TestHeaderRules(t *testing.T) {
 		if e != nil && e.Code != CodeUnknownDType && h.Tensors != nil {
 			t.Errorf("%.80s: refused, but gave tensors", c.text)
 		}
+	}
+}
+
+// TestLengthLikeMagic: a header of 640 bytes starts like a pickle, and its fault is told all the same.
+func TestLengthLikeMagic(t *testing.T) {
+	text := one("U8", "[2]", "[0,1]")
+	_, err := read(file(text+strings.Repeat(" ", 0x280-len(text)), 1))
+	var e *Error
+	if !errors.As(err, &e) || e.Code != CodeSizeMismatch {
+		t.Errorf("got %v, want %s", err, CodeSizeMismatch)
+	}
+	_, err = read(file(strings.Repeat("x", 0x280), 1))
+	if !errors.As(err, &e) || e.Code != CodeNotSafetensors {
+		t.Errorf("got %v, want %s", err, CodeNotSafetensors)
 	}
 }
 
