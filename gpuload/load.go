@@ -136,9 +136,9 @@ func (l *loader) checked(ctx context.Context) (m identity.Manifest, err error) {
 	}
 	if err != nil {
 		// Copies may still read the buffers: only Free ends them all.
-		return m, errors.Join(err, l.target.Free(), s.free())
+		err = errors.Join(err, l.target.Free())
 	}
-	return m, s.free()
+	return m, s.end(err)
 }
 
 // fill runs the lanes. Each takes the largest shard that none has taken.
@@ -236,6 +236,7 @@ var (
 	ErrChanged  = errors.New("the file changed while it was read") // also: it ended early or grew
 	ErrMemory   = errors.New("not enough memory")                  // before the first byte was copied
 	ErrDevice   = errors.New("the device failed")                  // allocation, copy or publication
+	ErrHung     = errors.New("the device does not answer")         // what it may still use can't be given back
 	ErrDisk     = errors.New("the bytes were not kept")            // by Options.Keep
 	ErrState    = errors.New("the weights are not published")      // no longer, or not yet
 )

@@ -90,7 +90,7 @@ func (r *Resident) Audit(ctx context.Context, notify func(string)) (err error) {
 	if err != nil {
 		return err
 	}
-	defer func() { err = errors.Join(err, s.free()) }()
+	defer func() { err = s.end(err) }()
 	want := make([]identity.Digest, len(r.manifest.Shards))
 	for i, s := range r.manifest.Shards {
 		want[i] = s.Digest

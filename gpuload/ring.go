@@ -1,6 +1,7 @@
 package gpuload
 
 import (
+	"errors"
 	"fmt"
 	"runtime"
 	"sync/atomic"
@@ -199,6 +200,14 @@ func mapSlab(o Options) (*slab, error) {
 		s.rings = append(s.rings, ring)
 	}
 	return s, nil
+}
+
+// end gives the memory back after a use that ended with err, unless a device may use it still.
+func (s *slab) end(err error) error {
+	if errors.Is(err, ErrHung) {
+		return err
+	}
+	return errors.Join(err, s.free())
 }
 
 // free gives the memory back. No copy may still read it.

@@ -63,7 +63,7 @@ type Target interface {
 	// each block, in order. Before it, no handle exists. After an error none does.
 	Publish(ctx context.Context) ([]Handle, error)
 	// Free waits until no copy reads its buffer any more, then gives all memory and all handles back. It may be
-	// called at any time, and again.
+	// called at any time, and again. After ErrHung copies may read their buffers still.
 	Free() error
 }
 
@@ -77,7 +77,7 @@ type Pinner interface {
 // Reader is what a target has in addition when its blocks can be read again by this process.
 type Reader interface {
 	// ReadBack fills buf with what block b holds from offset off, before publication or after it. It is called from
-	// several goroutines at once, and not while a copy to the block is open.
+	// several goroutines at once, and not while a copy to the block is open. After ErrHung buf may be written to still.
 	ReadBack(ctx context.Context, b Block, off int64, buf []byte) error
 }
 
