@@ -14,9 +14,15 @@ import (
 // Backend is the name of this target in listings.
 const Backend = "cuda"
 
-// KindIPC is the kind of the handles of this target: 64 bytes that another process of this host gives to
-// cuIpcOpenMemHandle, on the device with the same UUID.
-const KindIPC = "cuda-ipc"
+// The kinds of the handles of this target. Another process opens them on the device with the same UUID. What it then
+// writes there is seen by all.
+const (
+	// KindIPC: 64 bytes for cuIpcOpenMemHandle, in a process of this host that shares the PID namespace.
+	KindIPC = "cuda-ipc"
+	// KindVMM: a file descriptor for cuMemImportFromShareableHandle, in a process of this host that was sent it. The
+	// memory stays while anybody has it mapped or its descriptor open, also when the process that made it has ended.
+	KindVMM = "vmm-fd"
+)
 
 // EnvLibrary names the driver library, for tests. It is an error in a program that runs with the rights of another
 // user.
@@ -25,8 +31,11 @@ const EnvLibrary = "KILN_CUDA_LIB"
 // ErrNone: there is no driver library, it finds no device, or this build has no binding.
 var ErrNone = errors.New("no CUDA device")
 
-// outOfMemory is CUDA_ERROR_OUT_OF_MEMORY.
-const outOfMemory = 2
+// Codes of the driver (CUresult).
+const (
+	outOfMemory = 2
+	noDevice    = 100
+)
 
 // Error is what a call of the driver returned. It is gpuload.ErrMemory when the driver says that memory ran out.
 type Error struct {

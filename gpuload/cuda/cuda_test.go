@@ -404,7 +404,7 @@ func TestCancelled(t *testing.T) {
 	if err := tok.Wait(ctx); !errors.Is(err, context.Canceled) {
 		t.Error(err)
 	}
-	if err := target.synchronise(); err != nil {
+	if err := target.synchronise(t.Context()); err != nil {
 		t.Error(err)
 	}
 	if err := errors.Join(unpin(), target.Free()); err != nil || held(t) != before {

@@ -3,6 +3,7 @@
 package cuda
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"runtime"
@@ -30,6 +31,10 @@ type device struct {
 	context  uintptr
 	streams  []uintptr
 	nextLane int
+
+	granularity int64 // what an allocation is rounded up to
+
+	waiting sync.WaitGroup // calls that are waiting for the device
 
 	mu     sync.Mutex
 	events []uintptr // all
@@ -64,7 +69,7 @@ func (t *table) describe(index int, id int32) (*device, error) {
 	if err != nil {
 		return nil, err
 	}
-	d := &device{table: t, index: index, id: id, name: name, uuid: uuidText(uuid)}
+	d := &device{table: t, index: index, id: id, name: name, uuid: uuidText(uuid), granularity: granularity}
 	if t.devicePCI != 0 {
 		if d.pci, err = t.deviceText("cuDeviceGetPCIBusId", t.devicePCI, id); err != nil {
 			return nil, err
@@ -139,21 +144,39 @@ func (d *device) record(stream uintptr) (event uintptr, err error) {
 	return event, d.call("cuEventRecord", d.eventRecord, event, stream)
 }
 
-// wait waits for an event, which must not be used again if that succeeds.
-func (d *device) wait(event uintptr) error {
-	if err := d.with(func() error { return d.call("cuEventSynchronize", d.eventSync, event) }); err != nil {
-		return err
+// await runs fn, which waits for the device, with the context current. When ctx ends first it returns why, and fn goes
+// on by itself: the driver can't be told to stop.
+func (d *device) await(ctx context.Context, fn func() error) error {
+	if ctx.Done() == nil {
+		return d.with(fn)
 	}
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	d.idle = append(d.idle, event)
-	return nil
+	done := make(chan error, 1)
+	d.waiting.Go(func() { done <- d.with(fn) })
+	select {
+	case err := <-done:
+		return err
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	}
 }
 
-// read copies from the device and waits for the whole stream.
-func (d *device) read(buf []byte, from uint64, stream uintptr) error {
-	defer runtime.KeepAlive(buf)
-	return d.with(func() error {
+// wait waits for an event, which must not be used again if that succeeds.
+func (d *device) wait(ctx context.Context, event uintptr) error {
+	return d.await(ctx, func() error {
+		if err := d.call("cuEventSynchronize", d.eventSync, event); err != nil {
+			return err
+		}
+		d.mu.Lock()
+		defer d.mu.Unlock()
+		d.idle = append(d.idle, event)
+		return nil
+	})
+}
+
+// read copies from the device and waits for the whole stream. When ctx ends first, buf may be written to still.
+func (d *device) read(ctx context.Context, buf []byte, from uint64, stream uintptr) error {
+	return d.await(ctx, func() error {
+		defer runtime.KeepAlive(buf)
 		if err := d.toHost(buf, from, stream); err != nil {
 			return err
 		}
@@ -173,6 +196,6 @@ func (d *device) info() (gpuload.Device, error) {
 	})
 	return gpuload.Device{
 		Index: d.index, Name: fmt.Sprintf("cuda:%d (%s)", d.index, strings.TrimSpace(d.name)), Backend: Backend,
-		Free: int64(free), Granularity: granularity, UUID: d.uuid, PCI: strings.ToLower(d.pci),
+		Free: int64(free), Granularity: d.granularity, UUID: d.uuid, PCI: strings.ToLower(d.pci),
 	}, err
 }

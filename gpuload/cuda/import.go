@@ -3,6 +3,7 @@
 package cuda
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"io"
@@ -14,19 +15,22 @@ import (
 // Imported is a block that another process published, opened here. Its bytes can be changed by whoever has them open.
 // It is safe for concurrent use.
 type Imported struct {
-	mu   sync.Mutex
-	d    *device
-	ptr  uint64
-	size int64
+	mu       sync.Mutex
+	d        *device
+	ptr      uint64
+	size     int64
+	mem      mapping // of KindVMM
+	readOnly bool
 }
 
-// Import opens the handle of a block on the device with a UUID, in a process that is not the one that published it.
+// Import opens the handle of a block on the device with a UUID, in a process that is not the one that published it. The
+// file of a handle stays with the caller, who may close it.
 func Import(uuid string, h gpuload.Handle) (*Imported, error) {
-	if h.Kind != KindIPC || len(h.Raw) != len(handle{}) && h.Size > 0 {
-		return nil, fmt.Errorf("open a block: kind %q with %d bytes is no handle of CUDA", h.Kind, len(h.Raw))
+	if err := checkHandle(h); err != nil {
+		return nil, fmt.Errorf("open a block: %w", err)
 	}
 	if h.Size == 0 {
-		return &Imported{}, nil
+		return &Imported{readOnly: true}, nil
 	}
 	t, err := load()
 	if err != nil {
@@ -37,18 +41,50 @@ func Import(uuid string, h gpuload.Handle) (*Imported, error) {
 		return nil, err
 	}
 	m := &Imported{d: d, size: h.Size}
-	if err := d.enter(1); err != nil {
-		return nil, errors.Join(fmt.Errorf("open a block on %s: %w", uuid, err), d.leave())
+	if err = d.enter(1); err == nil {
+		err = d.with(func() error { return m.open(h) })
 	}
-	err = d.with(func() (err error) {
-		m.ptr, err = d.open(handle(h.Raw))
-		return err
-	})
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("open a block on %s: %w", uuid, err), d.leave())
 	}
 	return m, nil
 }
+
+// checkHandle says whether a handle is of this backend and complete.
+func checkHandle(h gpuload.Handle) error {
+	switch {
+	case h.Kind != KindIPC && h.Kind != KindVMM:
+		return fmt.Errorf("kind %q is no handle of CUDA", h.Kind)
+	case h.Size < 0:
+		return fmt.Errorf("a block of %d bytes", h.Size)
+	case h.Size == 0:
+		return nil
+	case h.Kind == KindIPC && len(h.Raw) != len(handle{}):
+		return fmt.Errorf("a handle of %d bytes is no handle of CUDA, want %d", len(h.Raw), len(handle{}))
+	case h.Kind == KindVMM && h.File == nil:
+		return fmt.Errorf("kind %s without a file descriptor is no handle of CUDA", h.Kind)
+	case h.Kind == KindVMM && h.Allocation < h.Size:
+		return fmt.Errorf("a block of %d bytes in an allocation of %d is no handle of CUDA", h.Size, h.Allocation)
+	}
+	return nil
+}
+
+// open opens a handle. The context is current.
+func (m *Imported) open(h gpuload.Handle) (err error) {
+	if h.Kind == KindIPC {
+		m.ptr, err = m.d.table.open(handle(h.Raw))
+		return err
+	}
+	if err = m.d.canVMM(); err == nil {
+		m.mem, m.readOnly, err = m.d.openShared(h.File, h.Allocation)
+		m.ptr = m.mem.ptr
+	}
+	return err
+}
+
+// ReadOnly says that the driver keeps this process from writing to the block. Of KindIPC it is never kept, of KindVMM
+// it is unless the driver refused a mapping for reading alone. The process that published the block can write to it.
+func (m *Imported) ReadOnly() bool { return m.readOnly }
 
 // find returns the device with a UUID: indices differ between processes.
 func (t *table) find(uuid string) (*device, error) {
@@ -76,7 +112,7 @@ func (m *Imported) ReadAt(b []byte, off int64) (int, error) {
 		if m.d == nil {
 			return 0, errors.New("read a block that was closed")
 		}
-		if err := m.d.read(b[:n], m.ptr+uint64(off), m.d.streams[0]); err != nil {
+		if err := m.d.read(context.Background(), b[:n], m.ptr+uint64(off), m.d.streams[0]); err != nil {
 			return 0, fmt.Errorf("read a block: %w", err)
 		}
 	}
@@ -93,7 +129,12 @@ func (m *Imported) Close() error {
 	if m.d == nil {
 		return nil
 	}
-	err := m.d.with(func() error { return m.d.call("cuIpcCloseMemHandle", m.d.closeHandle, uintptr(m.ptr)) })
+	err := m.d.with(func() error {
+		if m.mem.handle != 0 {
+			return m.d.drop(m.mem)
+		}
+		return m.d.call("cuIpcCloseMemHandle", m.d.closeHandle, uintptr(m.ptr))
+	})
 	err = errors.Join(err, m.d.leave())
 	m.d = nil
 	return err

@@ -18,11 +18,17 @@ type Target struct {
 // Open returns ErrNone.
 func Open(...int) (*Target, error) { return nil, errLeftOut() }
 
+// OpenShared returns ErrNone.
+func OpenShared(string, ...int) (*Target, error) { return nil, errLeftOut() }
+
 // Imported is never made by this build.
 type Imported struct{}
 
 // Import returns ErrNone.
 func Import(string, gpuload.Handle) (*Imported, error) { return nil, errLeftOut() }
+
+// ReadOnly is never called.
+func (*Imported) ReadOnly() bool { return true }
 
 // ReadAt is never called.
 func (*Imported) ReadAt([]byte, int64) (int, error) { return 0, errLeftOut() }

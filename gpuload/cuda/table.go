@@ -3,6 +3,7 @@
 package cuda
 
 import (
+	"errors"
 	"fmt"
 	"os"
 	"sync"
@@ -22,6 +23,7 @@ type table struct {
 	streamCreate, streamSync, streamDestroy           uintptr
 	eventCreate, eventRecord, eventSync, eventDestroy uintptr
 	exportHandle, openHandle, closeHandle             uintptr
+	vmm                                               vmmTable
 }
 
 // entry says under which names a library has an entry point, the preferred one first.
@@ -34,7 +36,7 @@ type entry struct {
 // cuda lists the names of NVIDIA's driver.
 func (t *table) cuda() []entry {
 	need := func(at *uintptr, names ...string) entry { return entry{at, false, names} }
-	return []entry{
+	entries := []entry{
 		need(&t.errorName, "cuGetErrorName"), need(&t.errorText, "cuGetErrorString"),
 		need(&t.initialize, "cuInit"), need(&t.deviceCount, "cuDeviceGetCount"), need(&t.device, "cuDeviceGet"),
 		need(&t.deviceName, "cuDeviceGetName"), need(&t.deviceUUID, "cuDeviceGetUuid_v2", "cuDeviceGetUuid"),
@@ -51,6 +53,7 @@ func (t *table) cuda() []entry {
 		need(&t.exportHandle, "cuIpcGetMemHandle"), need(&t.openHandle, "cuIpcOpenMemHandle_v2"),
 		need(&t.closeHandle, "cuIpcCloseMemHandle"),
 	}
+	return append(entries, t.vmm.entries()...)
 }
 
 // fillTable looks up the entries in a loaded library.
@@ -96,7 +99,11 @@ func load() (*table, error) {
 		return nil, err
 	}
 	if err := t.call("cuInit", t.initialize, 0); err != nil {
-		return nil, fmt.Errorf("%w: %w", ErrNone, err)
+		var e *Error
+		if errors.As(err, &e) && e.Code == noDevice {
+			return nil, fmt.Errorf("%w: %w", ErrNone, err)
+		}
+		return nil, fmt.Errorf("start the CUDA driver: %w", err)
 	}
 	loaded.tables[names[0]] = t
 	return t, nil

@@ -6,20 +6,25 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"os"
 	"slices"
 	"sync"
 	"sync/atomic"
+	"time"
 
 	"github.com/kiln-registry/kiln-registry/gpuload"
 )
 
 // Target is a gpuload.Target on one or more devices, with one allocation for each block. Made by Open.
 type Target struct {
-	devices []*device // by place, not by index
+	kind     string        // of its handles
+	devices  []*device     // by place, not by index
+	patience time.Duration // how long the device may take for what can't be cancelled
 
 	mu        sync.RWMutex // held for reading during copies
 	blocks    []block
-	pins      []uintptr // where pinned buffers start
+	files     []*os.File // of handles
+	pins      []uintptr  // where pinned buffers start
 	published bool
 	freed     bool
 
@@ -31,11 +36,22 @@ type block struct {
 	ptr    uint64 // 0: the block has no bytes
 	size   int64
 	stream uintptr
+	mem    mapping // of KindVMM
 }
 
-// Open loads the driver and returns a target on the devices of these indices; none means all of them. It fails with
-// ErrNone where there is no driver or no device.
-func Open(indices ...int) (*Target, error) {
+// patience is far more than a device that is at work needs for the copies of all buffers of a load.
+const patience = 30 * time.Second
+
+// Open is OpenShared with KindIPC.
+func Open(indices ...int) (*Target, error) { return OpenShared(KindIPC, indices...) }
+
+// OpenShared loads the driver and returns a target on the devices of these indices, none means all of them, which gives
+// out its blocks by handles of the kind. It fails with ErrNone where there is no driver or no device, and with
+// errors.ErrUnsupported where driver or device lack what KindVMM needs.
+func OpenShared(kind string, indices ...int) (*Target, error) {
+	if kind != KindIPC && kind != KindVMM {
+		return nil, fmt.Errorf("share device memory as %q: want %s or %s", kind, KindIPC, KindVMM)
+	}
 	t, err := load()
 	if err != nil {
 		return nil, err
@@ -49,7 +65,7 @@ func Open(indices ...int) (*Target, error) {
 			indices = append(indices, i)
 		}
 	}
-	target := new(Target)
+	target := &Target{kind: kind, patience: patience}
 	for _, i := range indices {
 		if i < 0 || i >= len(ids) {
 			err = fmt.Errorf("cuda:%d: %w of this index, the driver finds %d", i, ErrNone, len(ids))
@@ -69,6 +85,9 @@ func (t *Target) add(driver *table, index int, id int32) error {
 		t.devices = append(t.devices, d)
 		err = d.enter(streamsPerDevice)
 	}
+	if err == nil && t.kind == KindVMM {
+		err = d.with(d.useVMM)
+	}
 	if err != nil {
 		return fmt.Errorf("open cuda:%d: %w", index, err)
 	}
@@ -87,7 +106,7 @@ func (t *Target) Devices(context.Context) ([]gpuload.Device, error) {
 	return list, nil
 }
 
-// Alloc takes n bytes on a device, rounded up to 2 MiB so that a handle shows nothing else.
+// Alloc takes n bytes on a device, rounded up so that a handle shows nothing else.
 func (t *Target) Alloc(_ context.Context, device int, n int64) (gpuload.Block, error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -101,11 +120,7 @@ func (t *Target) Alloc(_ context.Context, device int, n int64) (gpuload.Block, e
 		b := block{d: d, size: n, stream: d.streams[d.nextLane%len(d.streams)]}
 		d.nextLane++
 		if n > 0 {
-			err := d.with(func() (err error) {
-				b.ptr, err = out[uint64](d.table, "cuMemAlloc", d.alloc, uintptr((n+granularity-1)/granularity*granularity), 0)
-				return err
-			})
-			if err != nil {
+			if err := d.with(func() error { return b.take(t.kind) }); err != nil {
 				return 0, fmt.Errorf("allocate %d bytes on cuda:%d: %w", n, device, err)
 			}
 		}
@@ -113,6 +128,23 @@ func (t *Target) Alloc(_ context.Context, device int, n int64) (gpuload.Block, e
 		return gpuload.Block(len(t.blocks) - 1), nil
 	}
 	return 0, fmt.Errorf("allocate on cuda:%d: the target was not opened on it", device)
+}
+
+// take gives the block its memory. The context is current.
+func (b *block) take(kind string) (err error) {
+	n := b.allocation()
+	if kind == KindIPC {
+		b.ptr, err = out[uint64](b.d.table, "cuMemAlloc", b.d.alloc, uintptr(n), 0)
+		return err
+	}
+	b.mem, err = b.d.create(n)
+	b.ptr = b.mem.ptr
+	return err
+}
+
+// allocation is the size of the memory that the block has for itself.
+func (b *block) allocation() int64 {
+	return (b.size + b.d.granularity - 1) / b.d.granularity * b.d.granularity
 }
 
 // open says whether the target still takes memory and bytes.
@@ -207,7 +239,7 @@ type token struct {
 	event uintptr
 }
 
-// Wait waits for the event. It notices the end of ctx before it waits, not while the device is at work.
+// Wait waits for the event. When ctx ends first the device may read the buffer still, until Free.
 func (k token) Wait(ctx context.Context) error {
 	if k.t == nil {
 		return nil
@@ -215,29 +247,30 @@ func (k token) Wait(ctx context.Context) error {
 	if err := ctx.Err(); err != nil {
 		return err
 	}
-	if err := k.d.wait(k.event); err != nil {
+	err := k.d.wait(ctx, k.event)
+	if err != nil && ctx.Err() == nil {
 		return k.t.fail(err)
 	}
-	return nil
+	return err
 }
 
 // Wait synchronises every stream, and fails with the first copy that did.
-func (t *Target) Wait(context.Context) error {
-	err := t.synchronise()
+func (t *Target) Wait(ctx context.Context) error {
+	err := t.synchronise(ctx)
 	if first := t.failed.Load(); first != nil {
 		return *first
 	}
-	if err != nil {
+	if err != nil && ctx.Err() == nil {
 		return t.fail(err)
 	}
-	return nil
+	return err
 }
 
 // synchronise waits for all streams, also for those behind one that failed, and returns the first error.
-func (t *Target) synchronise() (first error) {
+func (t *Target) synchronise(ctx context.Context) (first error) {
 	for _, d := range t.devices {
 		for _, s := range d.streams {
-			err := d.with(func() error { return d.call("cuStreamSynchronize", d.streamSync, s) })
+			err := d.await(ctx, func() error { return d.call("cuStreamSynchronize", d.streamSync, s) })
 			if first == nil && err != nil {
 				first = fmt.Errorf("cuda:%d: %w", d.index, err)
 			}
@@ -246,7 +279,8 @@ func (t *Target) synchronise() (first error) {
 	return first
 }
 
-// ReadBack implements gpuload.Reader.
+// ReadBack implements gpuload.Reader. It notices the end of ctx before it reads; a device that has not read after half
+// a minute is gpuload.ErrHung.
 func (t *Target) ReadBack(ctx context.Context, b gpuload.Block, off int64, buf []byte) error {
 	t.mu.RLock()
 	defer t.mu.RUnlock()
@@ -258,7 +292,9 @@ func (t *Target) ReadBack(ctx context.Context, b gpuload.Block, off int64, buf [
 	}
 	from, err := t.block(b, off, len(buf))
 	if err == nil && len(buf) > 0 {
-		err = from.d.read(buf, from.ptr+uint64(off), from.stream)
+		ctx, cancel := t.bounded()
+		defer cancel()
+		err = from.d.read(ctx, buf, from.ptr+uint64(off), from.stream)
 	}
 	if err != nil {
 		return fmt.Errorf("read back block %d: %w", b, err)
@@ -266,8 +302,13 @@ func (t *Target) ReadBack(ctx context.Context, b gpuload.Block, off int64, buf [
 	return nil
 }
 
-// Publish makes a handle for each block once every stream is synchronised. A block without bytes has none.
-func (t *Target) Publish(ctx context.Context) ([]gpuload.Handle, error) {
+// bounded returns a context that ends when the device takes too long.
+func (t *Target) bounded() (context.Context, context.CancelFunc) {
+	return context.WithTimeoutCause(context.Background(), t.patience, gpuload.ErrHung)
+}
+
+// Publish makes a handle for each block once every stream is synchronised. That of a block without bytes opens nothing.
+func (t *Target) Publish(ctx context.Context) (_ []gpuload.Handle, err error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if err := t.open(); err != nil {
@@ -276,28 +317,52 @@ func (t *Target) Publish(ctx context.Context) ([]gpuload.Handle, error) {
 	if err := t.Wait(ctx); err != nil {
 		return nil, err
 	}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, t.closeFiles())
+		}
+	}()
 	handles := make([]gpuload.Handle, len(t.blocks))
 	for i, b := range t.blocks {
-		handles[i] = gpuload.Handle{Kind: KindIPC, Device: b.d.index, Size: b.size}
+		handles[i] = gpuload.Handle{Kind: t.kind, Device: b.d.index, Size: b.size}
 		if b.ptr == 0 {
 			continue
 		}
-		var raw handle
-		err := b.d.with(func() (err error) {
-			raw, err = out[handle](b.d.table, "cuIpcGetMemHandle", b.d.exportHandle, uintptr(b.ptr), 0)
-			return err
-		})
-		if err != nil {
+		if err := b.d.with(func() error { return t.share(b, &handles[i]) }); err != nil {
 			return nil, fmt.Errorf("make the handle of block %d: %w", i, err)
 		}
-		handles[i].Raw = raw[:]
 	}
 	t.published = true
 	return handles, nil
 }
 
+// share completes the handle of a block. The context is current.
+func (t *Target) share(b block, h *gpuload.Handle) error {
+	if t.kind == KindIPC {
+		raw, err := out[handle](b.d.table, "cuIpcGetMemHandle", b.d.exportHandle, uintptr(b.ptr), 0)
+		h.Raw = raw[:]
+		return err
+	}
+	f, err := b.d.export(b.mem)
+	if err != nil {
+		return err
+	}
+	t.files = append(t.files, f)
+	h.File, h.Allocation = f, b.allocation()
+	return nil
+}
+
+func (t *Target) closeFiles() (err error) {
+	for _, f := range t.files {
+		err = errors.Join(err, f.Close())
+	}
+	t.files = nil
+	return err
+}
+
 // Free synchronises every stream and frees all. After an error that made the context useless its memory is freed with
-// the context; an error that was returned before is not returned again.
+// the context; an error that was returned before is not returned again. A device that does not end its copies within
+// half a minute is gpuload.ErrHung: its memory is then given back when the process ends.
 func (t *Target) Free() error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -306,7 +371,15 @@ func (t *Target) Free() error {
 	}
 	t.freed = true
 	known := t.broken()
-	err := t.synchronise()
+	ctx, cancel := t.bounded()
+	defer cancel()
+	err := t.synchronise(ctx)
+	if errors.Is(err, gpuload.ErrHung) {
+		return errors.Join(err, t.closeFiles())
+	}
+	for _, d := range t.devices {
+		d.waiting.Wait() // they wait for no more than the streams do
+	}
 	if known {
 		err = nil
 	}
@@ -315,6 +388,9 @@ func (t *Target) Free() error {
 		if e := t.devices[0].unregister(at); !useless {
 			err = errors.Join(err, e)
 		}
+	}
+	if e := t.closeFiles(); !useless {
+		err = errors.Join(err, e)
 	}
 	for _, b := range t.blocks {
 		if e := b.free(); !useless {
@@ -341,5 +417,10 @@ func (b block) free() error {
 	if b.ptr == 0 {
 		return nil
 	}
-	return b.d.with(func() error { return b.d.call("cuMemFree", b.d.table.free, uintptr(b.ptr)) })
+	return b.d.with(func() error {
+		if b.mem.handle != 0 {
+			return b.d.drop(b.mem)
+		}
+		return b.d.call("cuMemFree", b.d.table.free, uintptr(b.ptr))
+	})
 }
