@@ -1,0 +1,201 @@
+package attach
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"os"
+	"path/filepath"
+	"strings"
+	"syscall"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/kiln-registry/kiln-registry/identity"
+)
+
+// ErrNone: no process listens on the socket.
+var ErrNone = errors.New("no resident weights there")
+
+// ErrOtherUser: the process that listens on the socket is neither of this user nor root's.
+var ErrOtherUser = errors.New("the socket belongs to another user")
+
+// MaxHeader is the longest header of a shard that is read, in bytes: the limit of safetensors, and the 8 of its length.
+const MaxHeader = 100_000_000 + 8
+
+// Folder is where holders put their sockets unless they are told otherwise.
+func Folder() string {
+	if dir, _, _ := strings.Cut(os.Getenv("RUNTIME_DIRECTORY"), ":"); dir != "" {
+		return dir
+	}
+	if dir := os.Getenv("XDG_RUNTIME_DIR"); dir != "" {
+		return filepath.Join(dir, "kiln")
+	}
+	return fmt.Sprintf("/tmp/kiln-%d", os.Getuid())
+}
+
+// SocketName is the name of the socket of a base in its folder.
+func SocketName(a identity.Aggregate) string { return a.Hex() + ".sock" }
+
+// Client asks the holder that listens on a socket. It is safe for concurrent use, and holds nothing open.
+type Client struct {
+	Socket string // its path; empty: that of the asked aggregate in Folder
+}
+
+// Status asks for what is held. The client needs a Socket for that.
+func (c Client) Status(ctx context.Context) (s Status, err error) {
+	return s, c.Do(ctx, http.MethodGet, PathResident, nil, &s)
+}
+
+// Document asks for the document of a base, without handles.
+func (c Client) Document(ctx context.Context, a identity.Aggregate) (Document, error) {
+	text, err := c.of(a).ask(ctx, http.MethodGet, Path(a), nil, MaxDocument)
+	if err != nil {
+		return Document{}, err
+	}
+	return wanted(text, a, identity.Digest{})
+}
+
+// Header asks for the first bytes of a shard, which are not in the memory: with the shard's data after them they have
+// the shard's digest. The caller checks that.
+func (c Client) Header(ctx context.Context, a identity.Aggregate, shard identity.Digest) ([]byte, error) {
+	return c.of(a).ask(ctx, http.MethodGet, PathHeader(a, shard), nil, MaxHeader)
+}
+
+// Audit has the holder read all its memory back and hash it again. Damage is an *Error, CodeDamaged.
+func (c Client) Audit(ctx context.Context, a identity.Aggregate) (found Audited, err error) {
+	return found, c.of(a).Do(ctx, http.MethodPost, PathAudit(a), nil, &found)
+}
+
+// Release has the holder drain, free the memory and end. It returns when that has begun.
+func (c Client) Release(ctx context.Context, a identity.Aggregate) error {
+	return c.of(a).Do(ctx, http.MethodDelete, Path(a), nil, nil)
+}
+
+// Generation waits until the generation is above a number, but not for longer than 30 seconds, and returns what it is.
+func (c Client) Generation(ctx context.Context, a identity.Aggregate, after uint64) (uint64, error) {
+	var body struct{ Generation uint64 }
+	err := c.of(a).Do(ctx, http.MethodGet, PathGeneration(a, after), nil, &body)
+	return body.Generation, err
+}
+
+// of is the client of the socket of a base.
+func (c Client) of(a identity.Aggregate) Client {
+	if c.Socket == "" {
+		c.Socket = filepath.Join(Folder(), SocketName(a))
+	}
+	return c
+}
+
+// Do sends a request and reads the answer. body and answer are encoded as JSON; both may be nil. The client needs a
+// Socket. The error is an *Error where the holder refused, ErrNone or ErrOtherUser where it was not asked.
+func (c Client) Do(ctx context.Context, method, path string, body, answer any) error {
+	var text []byte
+	var err error
+	if body != nil {
+		if text, err = json.Marshal(body); err != nil {
+			return err
+		}
+	}
+	if text, err = c.ask(ctx, method, path, text, MaxDocument); err != nil || answer == nil {
+		return err
+	}
+	if err := json.Unmarshal(text, answer); err != nil {
+		return fmt.Errorf("read what %s answered: %w", c.Socket, err)
+	}
+	return nil
+}
+
+// ask returns an answer of at most so many bytes.
+func (c Client) ask(ctx context.Context, method, path string, body []byte, most int64) ([]byte, error) {
+	conn, err := c.dial(ctx)
+	if err != nil {
+		return nil, err
+	}
+	t := &http.Transport{
+		DisableKeepAlives: true, DisableCompression: true,
+		DialContext: func(context.Context, string, string) (net.Conn, error) { return conn, nil },
+	}
+	defer t.CloseIdleConnections()
+	defer conn.Close()
+	req, err := http.NewRequestWithContext(ctx, method, "http://resident"+path, bytes.NewReader(body))
+	if err != nil {
+		return nil, err
+	}
+	if body != nil {
+		req.Header.Set("Content-Type", "application/json")
+	}
+	resp, err := t.RoundTrip(req)
+	if err != nil {
+		return nil, fmt.Errorf("ask %s: %w", c.Socket, err)
+	}
+	return c.read(resp, most)
+}
+
+func (c Client) read(resp *http.Response, most int64) ([]byte, error) {
+	defer resp.Body.Close()
+	text, err := io.ReadAll(io.LimitReader(resp.Body, most+1))
+	switch {
+	case err != nil:
+		return nil, fmt.Errorf("read what %s answered: %w", c.Socket, err)
+	case int64(len(text)) > most:
+		return nil, fmt.Errorf("read what %s answered: more than %d bytes", c.Socket, most)
+	case resp.StatusCode >= http.StatusMultipleChoices:
+		return nil, refused(resp.StatusCode, text)
+	}
+	return text, nil
+}
+
+// refused is the error of an answer that is none.
+func refused(status int, text []byte) error {
+	e := new(Error)
+	if json.Unmarshal(text, e) != nil || e.Code == "" {
+		return fmt.Errorf("the holder answered %d: %.200q", status, text)
+	}
+	return e
+}
+
+// dial connects and looks who is at the other end.
+func (c Client) dial(ctx context.Context) (*net.UnixConn, error) {
+	conn, err := new(net.Dialer).DialContext(ctx, "unix", c.Socket)
+	switch {
+	case errors.Is(err, syscall.ENOENT), errors.Is(err, syscall.ECONNREFUSED):
+		return nil, fmt.Errorf("%w: %w", ErrNone, err)
+	case errors.Is(err, syscall.EINVAL) && len(c.Socket) >= len(unix.RawSockaddrUnix{}.Path):
+		return nil, fmt.Errorf("%w: the path %s has %d bytes, a socket's has %d at most", ErrNone, c.Socket, len(c.Socket),
+			len(unix.RawSockaddrUnix{}.Path)-1)
+	case err != nil:
+		return nil, err
+	}
+	u := conn.(*net.UnixConn)
+	uid, err := Peer(u)
+	if me := os.Geteuid(); err == nil && me != 0 && uid != 0 && uid != me {
+		err = fmt.Errorf("%s: %w: %d", c.Socket, ErrOtherUser, uid)
+	}
+	if err != nil {
+		return nil, errors.Join(err, conn.Close())
+	}
+	return u, nil
+}
+
+// Peer returns the user ID of the process at the other end.
+func Peer(c syscall.Conn) (int, error) {
+	raw, err := c.SyscallConn()
+	if err != nil {
+		return 0, err
+	}
+	var cred *unix.Ucred
+	var fault error
+	err = raw.Control(func(fd uintptr) {
+		cred, fault = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED)
+	})
+	if err = errors.Join(err, fault); err != nil {
+		return 0, fmt.Errorf("read who is at the other end of the socket: %w", err)
+	}
+	return int(cred.Uid), nil
+}
