@@ -76,7 +76,7 @@ func load(ctx context.Context, p Plan, src Source, t Target, o Options) (_ *Resi
 	l.blocks.name(handles)
 	l.enter(Published)
 	return &Resident{
-		manifest: m, plan: p.withoutHeaders(), stats: l.stats(m, start), target: t, devices: devices, blocks: l.blocks, options: l.o,
+		manifest: m, plan: p, stats: l.stats(m, start), target: t, devices: devices, blocks: l.blocks, options: l.o,
 		handles: handles, state: Published,
 	}, nil
 }

@@ -34,7 +34,7 @@ type Shard struct {
 	Data int64 // offset in the file at which the tensors' bytes start; they go to offset 0 of the shard's block
 
 	stamp  Stamp
-	header []byte // the bytes before Data, for who keeps the file; they are read once
+	header []byte // the bytes before Data; they are read once
 	hashed []byte // the saved state of a hash that has seen the header
 }
 
@@ -55,15 +55,6 @@ const alignment = 16
 
 // CodeNoTensors is the code of the safetensors.Error for shards that are valid and empty.
 const CodeNoTensors = "no_tensors"
-
-// withoutHeaders is the plan without what only a load needs.
-func (p Plan) withoutHeaders() Plan {
-	p.Shards = slices.Clone(p.Shards)
-	for i := range p.Shards {
-		p.Shards[i].header = nil
-	}
-	return p
-}
 
 // NewPlan reads and checks the header of each named shard file and compares names and sizes with what is wanted. It
 // takes no device memory. A file that is refused gives a *safetensors.Error, one that is not as wanted ErrMismatch.

@@ -44,6 +44,12 @@ type Resident struct {
 // Manifest returns the identity of the bytes, made from what was read and hashed.
 func (r *Resident) Manifest() identity.Manifest { return r.manifest }
 
+// Shards returns the shards in the order of the manifest. They must not be changed.
+func (r *Resident) Shards() []Shard { return r.plan.Shards }
+
+// Header returns the bytes of a shard's file that are not in its blocks: those before its data. They must not be changed.
+func (r *Resident) Header(shard int) []byte { return r.plan.Shards[shard].header }
+
 // Tensors returns the table of tensors. It must not be changed.
 func (r *Resident) Tensors() []Tensor { return r.plan.Tensors }
 
