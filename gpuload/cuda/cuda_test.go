@@ -13,7 +13,6 @@ import (
 	"os/exec"
 	"path/filepath"
 	"runtime"
-	"strconv"
 	"strings"
 	"sync"
 	"syscall"
@@ -26,18 +25,23 @@ import (
 	"github.com/kiln-registry/kiln-registry/gpuload/devicetest"
 )
 
-// envRead makes the test program another process that reads a block: its UUID, size and handle.
-const envRead = "KILN_TEST_READ_BLOCK"
+// envRead makes the test program another process that reads a block, see writeBlock; envMake one that makes it.
+const (
+	envRead = "KILN_TEST_READ_BLOCK"
+	envMake = "KILN_TEST_MAKE_BLOCK"
+)
 
 var fake *fakecuda.Control
 
 func TestMain(m *testing.M) {
-	if block := os.Getenv(envRead); block != "" {
-		if err := writeBlock(block); err != nil {
-			fmt.Fprintln(os.Stderr, err)
-			os.Exit(1)
+	for env, run := range map[string]func(string) error{envRead: writeBlock, envMake: makeBlock} {
+		if arg := os.Getenv(env); arg != "" {
+			if err := run(arg); err != nil {
+				fmt.Fprintln(os.Stderr, err)
+				os.Exit(1)
+			}
+			return
 		}
-		return
 	}
 	code, err := withFake(func() int {
 		code := m.Run()
@@ -76,41 +80,55 @@ func withFake(run func() int) (code int, err error) {
 	return run(), nil
 }
 
-// writeBlock opens a block and writes what it holds to stdout.
-func writeBlock(block string) error {
-	f := strings.Fields(block)
-	size, err := strconv.ParseInt(f[1], 10, 64)
+// writeBlock opens a block and writes what it holds to stdout. A descriptor comes over the socket that is descriptor 3.
+func writeBlock(block string) (err error) {
+	var uuid, raw string
+	var h gpuload.Handle
+	if _, err := fmt.Sscan(block, &uuid, &h.Kind, &h.Size, &h.Allocation, &raw); err != nil {
+		return err
+	}
+	if h.Kind == KindVMM {
+		if h.File, err = receive(3); err != nil {
+			return err
+		}
+	} else if h.Raw, err = hex.DecodeString(strings.TrimSuffix(raw, ".")); err != nil {
+		return err
+	}
+	b, err := Import(uuid, h)
 	if err != nil {
 		return err
 	}
-	raw, err := hex.DecodeString(f[2])
-	if err != nil {
-		return err
+	if h.File != nil {
+		err = h.File.Close()
 	}
-	b, err := Import(f[0], gpuload.Handle{Kind: KindIPC, Size: size, Raw: raw})
-	if err != nil {
-		return err
+	if _, e := io.Copy(os.Stdout, io.NewSectionReader(b, 0, 1<<40)); e != nil {
+		return e
 	}
-	if _, err := io.Copy(os.Stdout, io.NewSectionReader(b, 0, 1<<40)); err != nil {
-		return err
-	}
-	return b.Close()
+	return errors.Join(err, b.Close())
 }
 
 // elsewhere returns what another process reads of a block.
 func elsewhere(t testing.TB, h gpuload.Handle) []byte {
 	t.Helper()
-	if h.Kind != KindIPC || len(h.Raw) != 64 && h.Size > 0 {
+	opens := h.Kind == KindIPC && len(h.Raw) == 64 || h.Kind == KindVMM && h.File != nil && h.Allocation >= h.Size
+	if !opens && (h.Size > 0 || h.Kind != KindIPC && h.Kind != KindVMM) {
 		t.Fatalf("handle %+v", h)
 	}
 	if h.Size == 0 {
 		return nil
 	}
 	cmd := exec.Command(os.Args[0])
-	block := fmt.Sprintf("%s=%s %d %x", envRead, uuidOf(t, h.Device), h.Size, h.Raw)
+	block := fmt.Sprintf("%s=%s %s %d %d %x.", envRead, uuidOf(t, h.Device), h.Kind, h.Size, h.Allocation, h.Raw)
 	cmd.Env = append(os.Environ(), "GORACE=atexit_sleep_ms=0", block)
 	var stderr bytes.Buffer
 	cmd.Stderr = &stderr
+	if h.File != nil {
+		ours, theirs := socketPair(t)
+		cmd.ExtraFiles = []*os.File{theirs}
+		if err := send(ours, h.File); err != nil {
+			t.Fatal(err)
+		}
+	}
 	out, err := cmd.Output()
 	if err != nil {
 		t.Fatalf("another process: %v: %s", err, stderr.Bytes())
@@ -139,7 +157,7 @@ func open(t testing.TB, indices ...int) *Target {
 
 // held adds up what the driver holds for this process, counting a thing without a size as one byte.
 func held(testing.TB) (n int64) {
-	for _, name := range []string{"USED", "PINNED", "CONTEXTS", "STREAMS", "EVENTS"} {
+	for _, name := range []string{"USED", "PINNED", "CONTEXTS", "STREAMS", "EVENTS", "RANGES", "PHYSICAL"} {
 		n += fake.Get(name)
 	}
 	return n

@@ -362,19 +362,17 @@ func (t *Target) closeFiles() (err error) {
 
 // Free synchronises every stream and frees all. After an error that made the context useless its memory is freed with
 // the context; an error that was returned before is not returned again. A device that does not end its copies within
-// half a minute is gpuload.ErrHung: its memory is then given back when the process ends.
+// half a minute is gpuload.ErrHung: its memory is then given back when the process ends, or by another Free.
 func (t *Target) Free() error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	if t.freed {
-		return nil
-	}
 	t.freed = true
 	known := t.broken()
 	ctx, cancel := t.bounded()
 	defer cancel()
 	err := t.synchronise(ctx)
 	if errors.Is(err, gpuload.ErrHung) {
+		t.patience = min(t.patience, time.Second)
 		return errors.Join(err, t.closeFiles())
 	}
 	for _, d := range t.devices {
