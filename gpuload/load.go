@@ -54,7 +54,7 @@ func load(ctx context.Context, p Plan, src Source, t Target, o Options) (_ *Resi
 	l.enter(Planned)
 	devices, err := t.Devices(ctx)
 	if err != nil {
-		return nil, fmt.Errorf("load: list the devices: %w", err)
+		return nil, fmt.Errorf("load: list the devices: %w", deviceError(err))
 	}
 	on, err := p.place(devices, l.o)
 	if err != nil {
