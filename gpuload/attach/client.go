@@ -14,9 +14,8 @@ import (
 	"strings"
 	"syscall"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/internal/localsock"
 )
 
 // ErrNone: no process listens on the socket.
@@ -162,18 +161,18 @@ func refused(status int, text []byte) error {
 
 // dial connects and looks who is at the other end.
 func (c Client) dial(ctx context.Context) (*net.UnixConn, error) {
+	if err := localsock.CheckPath(c.Socket); err != nil {
+		return nil, err
+	}
 	conn, err := new(net.Dialer).DialContext(ctx, "unix", c.Socket)
 	switch {
 	case errors.Is(err, syscall.ENOENT), errors.Is(err, syscall.ECONNREFUSED):
 		return nil, fmt.Errorf("%w: %w", ErrNone, err)
-	case errors.Is(err, syscall.EINVAL) && len(c.Socket) >= len(unix.RawSockaddrUnix{}.Path):
-		return nil, fmt.Errorf("%w: the path %s has %d bytes, a socket's has %d at most", ErrNone, c.Socket, len(c.Socket),
-			len(unix.RawSockaddrUnix{}.Path)-1)
 	case err != nil:
 		return nil, err
 	}
 	u := conn.(*net.UnixConn)
-	uid, err := Peer(u)
+	uid, err := localsock.Peer(u)
 	if me := os.Geteuid(); err == nil && me != 0 && uid != 0 && uid != me {
 		err = fmt.Errorf("%s: %w: %d", c.Socket, ErrOtherUser, uid)
 	}
@@ -181,21 +180,4 @@ func (c Client) dial(ctx context.Context) (*net.UnixConn, error) {
 		return nil, errors.Join(err, conn.Close())
 	}
 	return u, nil
-}
-
-// Peer returns the user ID of the process at the other end.
-func Peer(c syscall.Conn) (int, error) {
-	raw, err := c.SyscallConn()
-	if err != nil {
-		return 0, err
-	}
-	var cred *unix.Ucred
-	var fault error
-	err = raw.Control(func(fd uintptr) {
-		cred, fault = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED)
-	})
-	if err = errors.Join(err, fault); err != nil {
-		return 0, fmt.Errorf("read who is at the other end of the socket: %w", err)
-	}
-	return int(cred.Uid), nil
 }

@@ -61,9 +61,10 @@ func newStream(conn *net.UnixConn) *stream {
 // Read implements io.Reader.
 func (d *descriptors) Read(b []byte) (int, error) {
 	n, m, flags, _, err := d.conn.ReadMsgUnix(b, d.room)
-	if e := d.keep(d.room[:m]); err == nil {
-		err = e
+	if err != nil {
+		return 0, err
 	}
+	err = d.keep(d.room[:m])
 	switch {
 	case err != nil:
 	case flags&unix.MSG_CTRUNC != 0:

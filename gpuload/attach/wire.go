@@ -40,10 +40,10 @@ func PathAdapter(a identity.Aggregate, d identity.Digest) string {
 
 // The codes of Error.
 const (
-	CodeBadRequest       = "RESIDENT_BAD_REQUEST"
-	CodeOtherUser        = "RESIDENT_OTHER_USER"
-	CodeUnknown          = "RESIDENT_UNKNOWN"
-	CodeMethod           = "RESIDENT_METHOD"
+	CodeBadRequest = "RESIDENT_BAD_REQUEST"
+	CodeOtherUser  = "RESIDENT_OTHER_USER"
+	CodeUnknown    = "RESIDENT_UNKNOWN"
+
 	CodeOtherBase        = "RESIDENT_OTHER_BASE"
 	CodeDamaged          = "RESIDENT_DAMAGED"
 	CodeFailed           = "RESIDENT_FAILED"
@@ -57,8 +57,8 @@ const (
 
 var statuses = map[string]int{
 	CodeBadRequest: http.StatusBadRequest, CodeOtherUser: http.StatusForbidden, CodeUnknown: http.StatusNotFound,
-	CodeMethod: http.StatusMethodNotAllowed, CodeOtherBase: http.StatusConflict,
-	CodeDamaged: http.StatusInternalServerError, CodeFailed: http.StatusInternalServerError,
+	CodeOtherBase: http.StatusConflict,
+	CodeDamaged:   http.StatusInternalServerError, CodeFailed: http.StatusInternalServerError,
 	CodeDraining: http.StatusServiceUnavailable, CodeBusy: http.StatusServiceUnavailable,
 	CodeNoMemory: http.StatusInsufficientStorage, CodeAdapterUnknown: http.StatusNotFound,
 	CodeAdapterOtherBase: http.StatusConflict, CodeAdapterInUse: http.StatusConflict,

@@ -10,6 +10,7 @@ import (
 
 	"github.com/kiln-registry/kiln-registry/api"
 	"github.com/kiln-registry/kiln-registry/gpuload"
+	"github.com/kiln-registry/kiln-registry/gpuload/attach"
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/registry/access"
 )
@@ -40,6 +41,12 @@ func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		status, body = s.ready()
 	case PathModelState:
 		status, body = s.modelState(r)
+	case PathMetrics:
+		if s.Metrics != nil {
+			s.Metrics.ServeHTTP(w, r)
+			return
+		}
+		status, body = http.StatusNotFound, refusal{Error: "not found"}
 	default:
 		status, body = http.StatusNotFound, refusal{Error: "not found"}
 	}
@@ -69,12 +76,18 @@ func write(w http.ResponseWriter, status int, body any) {
 		buf.Reset()
 		buf.WriteString(`{"error":"the answer could not be written"}` + "\n")
 	}
+	writeBytes(w, "application/json", status, buf.Bytes())
+}
+
+func writeBytes(w http.ResponseWriter, mediaType string, status int, b []byte) {
+	// A client that takes nothing must not hold this up. Errors: the client has gone.
+	_ = http.NewResponseController(w).SetWriteDeadline(time.Now().Add(writeTimeout))
 	h := w.Header()
-	h.Set("Content-Type", "application/json")
+	h.Set("Content-Type", mediaType)
 	h.Set("Cache-Control", "no-store")
 	h.Set("X-Content-Type-Options", "nosniff")
 	w.WriteHeader(status)
-	_, _ = w.Write(buf.Bytes()) // the client has gone
+	_, _ = w.Write(b)
 }
 
 // health gives 503 with the same body while not ready.
@@ -89,6 +102,9 @@ func (s *Server) health() (int, any) {
 		body.Status = "maintenance"
 	case h == nil:
 		body.Status = "degraded"
+	case s.damaged.Load() != nil:
+		body.Status = "degraded"
+		body.Checks = append(body.Checks, api.Check{Name: "weights_intact", Pass: false})
 	}
 	if h != nil && h.Weights != nil {
 		sum := h.Weights.Manifest().Summary()
@@ -106,6 +122,9 @@ func (s *Server) ready() (int, any) {
 		return http.StatusServiceUnavailable, refusal{Error: "stopping"}
 	case s.held.Load() == nil:
 		return http.StatusServiceUnavailable, refusal{Error: "loading"}
+	}
+	if e := s.damaged.Load(); e != nil {
+		return http.StatusServiceUnavailable, refusal{Error: e.Message}
 	}
 	return http.StatusOK, struct {
 		Ready bool `json:"ready"`
@@ -139,6 +158,9 @@ type residentState struct {
 	Tensors      int           `json:"tensors"`
 	Bytes        int64         `json:"bytes"`
 	Verification *verification `json:"verification"` // null: there are no bytes
+	Damaged      bool          `json:"damaged"`      // an audit found other bytes than were published
+	Leases       int           `json:"leases"`       // attached now
+	Generation   uint64        `json:"generation"`   // 0: there is nothing to attach to
 }
 
 type verification struct {
@@ -166,6 +188,10 @@ func (s *Server) modelState(r *http.Request) (int, any) {
 	}
 	if h := s.held.Load(); h != nil {
 		h.describe(&body)
+		if h.Weights != nil {
+			body.Resident.Damaged, body.Resident.Leases = s.damaged.Load() != nil, s.leases.count()
+			body.Resident.Generation = h.generation()
+		}
 	}
 	return http.StatusOK, body
 }
@@ -183,7 +209,7 @@ func (h *Held) describe(body *state) {
 	body.Model.Manifest = &m
 	body.Resident = residentState{
 		State: h.Weights.State(), Tensors: len(h.Weights.Tensors()), Bytes: int64(m.TotalSize),
-		Verification: &verification{"sha256-full", h.At.UTC(), h.Weights.Stats().Elapsed.Seconds()},
+		Verification: &verification{attach.MethodFull, h.At.UTC(), h.Weights.Stats().Elapsed.Seconds()},
 	}
 }
 

@@ -7,12 +7,16 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"net"
 	"net/http"
+	"sync"
 	"sync/atomic"
 	"time"
 
 	"github.com/kiln-registry/kiln-registry/gpuload"
+	"github.com/kiln-registry/kiln-registry/gpuload/attach"
+	"github.com/kiln-registry/kiln-registry/internal/localsock"
 	"github.com/kiln-registry/kiln-registry/registry/access"
 )
 
@@ -25,10 +29,13 @@ const (
 	maxHeaderBytes = 32 << 10
 )
 
+// PathMetrics is the path of the metrics.
+const PathMetrics = "/metrics"
+
 // ErrPublic: the address can be reached from other machines, and nothing says who may ask.
 var ErrPublic = errors.New("can be reached from other machines")
 
-// Server answers for one model. Its fields are set before it is used. It is safe for concurrent use.
+// Server answers for one model. Its fields are set before it is used. It is safe for concurrent use, and serves once.
 type Server struct {
 	Version string
 	Backend string       // what holds the weights; synthetic: nothing does
@@ -37,11 +44,25 @@ type Server struct {
 	Gate    *access.Gate // who may ask for the debug state; nil: everyone
 	Log     *slog.Logger // of connections that failed; nil: nowhere
 
+	// Socket is where other processes attach: the path of a socket, or a folder with a slash at its end, in which the
+	// socket is named by the aggregate. Empty: nowhere.
+	Socket  string
+	Metrics http.Handler       // answers at PathMetrics; nil: nothing does
+	Notify  func(state string) // is told how it stands, in the form of sd_notify; nil: nobody is
+
 	// Drain is how long requests and leases may last when the server stops.
 	Drain time.Duration
 
-	held   atomic.Pointer[Held] // nil while loading
-	ending atomic.Bool
+	held    atomic.Pointer[Held] // nil while loading
+	ending  atomic.Bool
+	damaged atomic.Pointer[attach.Error] // what an audit found
+
+	socket   *localsock.Socket
+	name     string // that the socket gets; empty: one made of the aggregate
+	leases   leases
+	auditing chan struct{}      // full while an audit runs
+	released context.CancelFunc // ends Run
+	counts
 }
 
 // Held is what was loaded.
@@ -50,6 +71,9 @@ type Held struct {
 	Path    string            // of the model's folder; empty: none
 	Config  Config            // from the folder's config.json
 	At      time.Time         // when the last byte was checked
+	Socket  string            // path of the socket on which others attach; set by Run, empty: there is none
+
+	base attachable
 }
 
 // Listen listens on a TCP address. Unless open says that everyone may ask, an address that is not this machine's alone
@@ -65,48 +89,112 @@ func Listen(ctx context.Context, addr string, open bool) (net.Listener, error) {
 	return l, nil
 }
 
-// Run answers on l from the start, not ready at first. It calls load, then loaded, and from then on is ready until ctx
-// ends, which is no error. Before it returns it closes l and frees the weights. It returns the error of load, of loaded
-// or of the listener.
+// Run answers on l from the start, not ready at first. It calls load, then loaded, and from then on is ready, and can be
+// attached to, until ctx ends or somebody asks for the end, which are no errors. Before it returns it closes l and frees
+// the weights. It returns the error of load, of loaded, of the socket or of the listener.
 func (s *Server) Run(ctx context.Context, l net.Listener, load func(context.Context) (Held, error),
 	loaded func(Held) error,
 ) error {
+	if err := s.listen(); err != nil {
+		return errors.Join(err, l.Close())
+	}
 	ctx, stop := context.WithCancelCause(ctx)
 	defer stop(nil)
-	server, accepted := s.httpServer(), make(chan error, 1)
-	go func() {
-		err := server.Serve(l)
-		stop(err)
-		accepted <- err
-	}()
+	s.released, s.auditing = func() { stop(nil) }, make(chan struct{}, 1)
+	s.notify("STATUS=loading")
+	run := &running{Server: s, stop: stop}
+	run.local, run.cut = context.WithCancelCause(context.WithoutCancel(ctx))
+	run.serve(s.httpServer(), l)
 	h, err := load(ctx)
 	if err == nil {
+		err = s.publish(&h)
+	}
+	if err == nil {
 		s.held.Store(&h)
+		run.attachable(&h)
+		s.notify("READY=1\nSTATUS=" + h.line())
 		err = loaded(h)
 	}
 	if err == nil {
 		<-ctx.Done()
 	}
-	return errors.Join(err, s.stop(context.WithoutCancel(ctx), server, accepted, h.Weights))
+	return errors.Join(err, run.end(context.WithoutCancel(ctx), &h))
 }
 
-// stop lets readiness fail first, then waits for requests, then for leases.
-func (s *Server) stop(ctx context.Context, server *http.Server, accepted <-chan error, weights *gpuload.Resident,
-) error {
-	s.ending.Store(true)
-	ctx, cancel := context.WithTimeout(ctx, s.Drain)
+// line says for people what is held.
+func (h *Held) line() string {
+	if h.Weights == nil {
+		return "holding no weights"
+	}
+	return "holding " + h.Weights.Manifest().Aggregate.String()
+}
+
+func (s *Server) notify(state string) {
+	if s.Notify != nil {
+		s.Notify(state)
+	}
+}
+
+// running is a server with its listeners.
+type running struct {
+	*Server
+	stop    context.CancelCauseFunc
+	local   context.Context // of requests on the socket
+	cut     context.CancelCauseFunc
+	servers []*http.Server
+	work    sync.WaitGroup
+	failed  []error // of the listeners; complete when work is done
+	mu      sync.Mutex
+}
+
+// serve answers on l until end. A listener that fails stops all.
+func (r *running) serve(server *http.Server, l net.Listener) {
+	r.servers = append(r.servers, server)
+	r.work.Go(func() {
+		err := server.Serve(l)
+		if errors.Is(err, http.ErrServerClosed) {
+			return
+		}
+		r.stop(err)
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		r.failed = append(r.failed, fmt.Errorf("serve: %w", err))
+	})
+}
+
+// attachable begins to serve the socket.
+func (r *running) attachable(h *Held) {
+	if h.Socket == "" {
+		return
+	}
+	r.work.Go(func() { r.watch(r.local, h) })
+	r.serve(r.localServer(r.local), &limited{r.socket, make(chan struct{}, maxConnections)})
+}
+
+// end lets readiness fail first, tells those who are attached, then waits for leases, frees the weights, and waits for
+// requests.
+func (r *running) end(ctx context.Context, h *Held) (err error) {
+	r.ending.Store(true)
+	r.notify("STOPPING=1\nSTATUS=draining")
+	r.leases.refuse()
+	r.leases.tell(attach.Event{Kind: attach.EventDraining, Grace: r.Drain.Seconds()})
+	r.cut(gpuload.ErrState)
+	ctx, cancel := context.WithTimeout(ctx, r.Drain)
 	defer cancel()
-	err := server.Shutdown(ctx)
-	if err != nil {
-		err = errors.Join(fmt.Errorf("requests were cut off: %w", err), server.Close())
+	if h.Weights != nil {
+		err = errors.Join(h.closeAdapters(ctx), h.Weights.Close(ctx))
 	}
-	if e := <-accepted; !errors.Is(e, http.ErrServerClosed) {
-		err = errors.Join(fmt.Errorf("serve: %w", e), err)
+	r.leases.end()
+	for _, server := range r.servers {
+		if e := server.Shutdown(ctx); e != nil && !errors.Is(e, net.ErrClosed) {
+			err = errors.Join(err, fmt.Errorf("requests were cut off: %w", e), server.Close())
+		}
 	}
-	if weights != nil {
-		err = errors.Join(err, weights.Close(ctx))
+	r.work.Wait()
+	if r.socket != nil {
+		err = errors.Join(err, r.socket.Close())
 	}
-	return err
+	return errors.Join(errors.Join(r.failed...), err)
 }
 
 func (s *Server) httpServer() *http.Server {
@@ -126,4 +214,49 @@ func (s *Server) httpServer() *http.Server {
 		MaxHeaderBytes:    maxHeaderBytes,
 		ErrorLog:          slog.NewLogLogger(log.Handler(), slog.LevelDebug),
 	}
+}
+
+// counts are what happened since the start.
+type counts struct {
+	attaches, audits atomic.Int64
+	refused          refusals
+}
+
+// refusals counts by code.
+type refusals struct {
+	mu sync.Mutex
+	by map[string]int64
+}
+
+func (r *refusals) add(code string) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.by == nil {
+		r.by = map[string]int64{}
+	}
+	r.by[code]++
+}
+
+// Snapshot is how a server stands, for metrics.
+type Snapshot struct {
+	Ready    bool
+	Held     *attach.Status // nil while loading, and without weights
+	Stats    gpuload.Stats  // of the load
+	Attaches int64
+	Audits   int64
+	Refused  map[string]int64 // requests on the socket, by code
+}
+
+// Snapshot says how the server stands now.
+func (s *Server) Snapshot() Snapshot {
+	status, _ := s.ready()
+	snap := Snapshot{Ready: status == http.StatusOK, Attaches: s.attaches.Load(), Audits: s.audits.Load()}
+	s.refused.mu.Lock()
+	snap.Refused = maps.Clone(s.refused.by)
+	s.refused.mu.Unlock()
+	if h := s.held.Load(); h != nil && h.Weights != nil {
+		held := s.Status(h)
+		snap.Held, snap.Stats = &held, h.Weights.Stats()
+	}
+	return snap
 }

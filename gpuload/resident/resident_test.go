@@ -66,6 +66,8 @@ type running struct {
 	wait func() error // returns what Run returned
 	load chan struct{}
 	held chan *gpuload.Resident
+
+	weights *gpuload.Resident // set by attached
 }
 
 // start runs s. The load begins when load is closed; held gives what was loaded.

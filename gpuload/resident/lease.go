@@ -1,0 +1,294 @@
+package resident
+
+import (
+	"bufio"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net"
+	"net/http"
+	"os"
+	"strings"
+	"sync"
+	"syscall"
+	"time"
+
+	"github.com/kiln-registry/kiln-registry/gpuload"
+	"github.com/kiln-registry/kiln-registry/gpuload/attach"
+	"github.com/kiln-registry/kiln-registry/internal/strictjson"
+)
+
+// Limits on a stream.
+const (
+	lineTimeout = 30 * time.Second      // for a line to be taken by the client
+	fullPause   = 10 * time.Millisecond // between tries to send descriptors while too many are on their way
+	waiting     = 16                    // events that wait to be taken
+)
+
+// leases are the attachments that are open.
+type leases struct {
+	mu     sync.Mutex
+	open   map[*stream]struct{}
+	closed bool
+	ended  sync.WaitGroup
+}
+
+// add is false when no more are taken.
+func (l *leases) add(s *stream) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.closed {
+		return false
+	}
+	if l.open == nil {
+		l.open = map[*stream]struct{}{}
+	}
+	l.open[s] = struct{}{}
+	l.ended.Add(1)
+	return true
+}
+
+func (l *leases) remove(s *stream) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	delete(l.open, s)
+	l.ended.Done()
+}
+
+func (l *leases) count() int {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return len(l.open)
+}
+
+// tell sends an event to all. Who does not take it loses the lease.
+func (l *leases) tell(e attach.Event) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for s := range l.open {
+		select {
+		case s.events <- e:
+		default:
+			s.conn.Close()
+		}
+	}
+}
+
+// refuse takes no more leases.
+func (l *leases) refuse() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.closed = true
+}
+
+// end cuts off those that are left, and waits until they have ended.
+func (l *leases) end() {
+	l.mu.Lock()
+	for s := range l.open {
+		s.conn.Close()
+	}
+	l.mu.Unlock()
+	l.ended.Wait()
+}
+
+// stream is one attachment.
+type stream struct {
+	conn   *connection
+	r      *bufio.Reader
+	files  []*os.File
+	events chan attach.Event
+
+	mu sync.Mutex // of writing
+}
+
+// upgrades says whether a request asks for an attach.
+func upgrades(r *http.Request) bool {
+	for _, v := range r.Header.Values("Connection") {
+		for word := range strings.SplitSeq(v, ",") {
+			if strings.EqualFold(strings.TrimSpace(word), "upgrade") {
+				return strings.EqualFold(r.Header.Get("Upgrade"), attach.Protocol)
+			}
+		}
+	}
+	return false
+}
+
+// attach answers with the document, or makes the connection a lease if that is what the request asks for.
+func (s *Server) attach(w http.ResponseWriter, r *http.Request, a *attachable) error {
+	generation := s.held.Load().generation()
+	if !upgrades(r) {
+		d := a.document
+		d.Generation = generation
+		write(w, http.StatusOK, d)
+		return nil
+	}
+	if e := s.damaged.Load(); e != nil {
+		return e
+	}
+	if s.ending.Load() {
+		return gpuload.ErrState
+	}
+	g, err := a.grant(generation)
+	if err != nil {
+		return err
+	}
+	defer g.release()
+	return s.lease(w, g)
+}
+
+// lease serves one attachment to its end.
+func (s *Server) lease(w http.ResponseWriter, g *granted) error {
+	text, err := json.Marshal(g.document)
+	if err != nil {
+		return err
+	}
+	conn, buffered, err := http.NewResponseController(w).Hijack()
+	if err != nil {
+		return err
+	}
+	c := conn.(*connection)
+	defer c.Close()
+	t := &stream{conn: c, r: buffered.Reader, files: g.files, events: make(chan attach.Event, waiting)}
+	if !s.leases.add(t) {
+		return nil // it drains by now: the client sees the end of the connection
+	}
+	defer s.leases.remove(t)
+	s.attaches.Add(1)
+	var told sync.WaitGroup
+	defer told.Wait()
+	defer c.Close()
+	gone := make(chan struct{})
+	defer close(gone)
+	if t.begin(text) != nil {
+		return nil // the client has gone
+	}
+	told.Go(func() { t.tell(gone) })
+	if err := t.serve(); err != nil {
+		refusal, _ := json.Marshal(attach.Refuse(attach.CodeBadRequest, "%v", err))
+		_ = t.line(refusal, nil) // for people: the connection ends in any case
+	}
+	return nil
+}
+
+func (t *stream) begin(document []byte) error {
+	if err := t.conn.SetDeadline(time.Time{}); err != nil {
+		return err
+	}
+	const head = "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: " + attach.Protocol + "\r\n\r\n"
+	if err := t.write([]byte(head), nil); err != nil {
+		return err
+	}
+	return t.line(document, nil)
+}
+
+// tell writes events until the client has gone.
+func (t *stream) tell(gone <-chan struct{}) {
+	for {
+		select {
+		case <-gone:
+			return
+		case e := <-t.events:
+			text, err := json.Marshal(e)
+			if err == nil {
+				err = t.line(text, nil)
+			}
+			if err != nil {
+				t.conn.Close() // which ends serve
+				return
+			}
+		}
+	}
+}
+
+// serve answers the client's lines until it goes, which is no error.
+func (t *stream) serve() error {
+	for {
+		text, err := t.r.ReadSlice('\n')
+		if errors.Is(err, bufio.ErrBufferFull) {
+			return errors.New("the line is too long")
+		}
+		if err != nil {
+			return nil
+		}
+		d, err := parseLine(text)
+		if err == nil && (d.Count < 1 || d.Count > attach.MaxDescriptors || d.First > len(t.files)-d.Count) {
+			err = fmt.Errorf("descriptors %d+%d: there are %d, and %d go at a time", d.First, d.Count, len(t.files),
+				attach.MaxDescriptors)
+		}
+		if err != nil {
+			return err
+		}
+		answer, err := json.Marshal(attach.Line{Descriptors: &d})
+		if err == nil {
+			err = t.line(answer, t.files[d.First:d.First+d.Count])
+		}
+		if err != nil {
+			return nil
+		}
+	}
+}
+
+// parseLine reads a line of the client.
+func parseLine(text []byte) (d attach.Descriptors, err error) {
+	err = strictjson.Read(text, func(r *strictjson.Reader) error {
+		number := func(name string, to *int) strictjson.Field {
+			return strictjson.Field{Name: name, Read: func() error {
+				n, err := r.Uint32()
+				*to = int(n)
+				return err
+			}}
+		}
+		return r.Struct(strictjson.Field{Name: "descriptors", Read: func() error {
+			return r.Struct(number("first", &d.First), number("count", &d.Count))
+		}})
+	})
+	return d, err
+}
+
+// line writes a line, and with it descriptors.
+func (t *stream) line(text []byte, files []*os.File) error { return t.write(append(text, '\n'), files) }
+
+func (t *stream) write(b []byte, files []*os.File) error {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if err := t.conn.SetWriteDeadline(time.Now().Add(lineTimeout)); err != nil {
+		return err
+	}
+	if len(files) > 0 {
+		n, err := t.send(b, files)
+		if err != nil {
+			return err
+		}
+		b = b[n:]
+	}
+	_, err := t.conn.Write(b)
+	return err
+}
+
+// send writes the start of b and the descriptors. The kernel bounds how many descriptors of a user are on their way.
+func (t *stream) send(b []byte, files []*os.File) (n int, err error) {
+	fds := make([]int, len(files))
+	for i, f := range files {
+		fds[i] = int(f.Fd())
+	}
+	rights := syscall.UnixRights(fds...)
+	for end := time.Now().Add(lineTimeout); ; {
+		n, _, err = t.conn.WriteMsgUnix(b, rights, nil)
+		if !errors.Is(err, syscall.ETOOMANYREFS) || time.Now().After(end) {
+			return n, err
+		}
+		time.Sleep(fullPause)
+	}
+}
+
+// connection is a connection of the socket that counts until it is closed.
+type connection struct {
+	*net.UnixConn
+	closed func()
+}
+
+// Close implements net.Conn.
+func (c *connection) Close() error {
+	c.closed()
+	return c.UnixConn.Close()
+}

@@ -1,0 +1,43 @@
+package sdnotify_test
+
+import (
+	"fmt"
+	"net"
+	"os"
+	"path/filepath"
+	"testing"
+
+	"github.com/kiln-registry/kiln-registry/internal/sdnotify"
+)
+
+func TestSend(t *testing.T) {
+	for _, name := range []string{filepath.Join(t.TempDir(), "notify"), fmt.Sprintf("@kiln-notify-%d", os.Getpid())} {
+		l, err := net.ListenUnixgram("unixgram", &net.UnixAddr{Name: name, Net: "unixgram"})
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Setenv(sdnotify.EnvSocket, name)
+		if err := sdnotify.Send("READY=1\nSTATUS=holding"); err != nil {
+			t.Fatalf("%s: %v", name, err)
+		}
+		b := make([]byte, 100)
+		n, err := l.Read(b)
+		if err != nil || string(b[:n]) != "READY=1\nSTATUS=holding" {
+			t.Errorf("%s: %q, %v", name, b[:n], err)
+		}
+		if err := l.Close(); err != nil {
+			t.Fatal(err)
+		}
+		if err := sdnotify.Send("READY=1"); err == nil {
+			t.Errorf("%s: sent to nobody", name)
+		}
+	}
+	t.Setenv(sdnotify.EnvSocket, "relative")
+	if err := sdnotify.Send("READY=1"); err == nil {
+		t.Error("sent to a relative path")
+	}
+	t.Setenv(sdnotify.EnvSocket, "")
+	if err := sdnotify.Send("READY=1"); err != nil {
+		t.Errorf("without a socket: %v", err)
+	}
+}
