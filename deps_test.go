@@ -61,7 +61,7 @@ var imports = map[string]string{
 	"gpuload/cuda/fakecuda":    "; github.com/ebitengine/purego",
 	"gpuload/devicetest":       "gpuload identity identity/safetensors",
 	"gpuload/attach":           "gpuload identity identity/safetensors internal/localsock internal/strictjson; golang.org/x/sys",
-	"gpuload/resident":         "api gpuload gpuload/attach identity internal/localsock registry/access",
+	"gpuload/resident":         "api gpuload gpuload/attach identity internal/localsock internal/strictjson registry/access",
 	"gpuload/resident/metrics": "gpuload/resident; github.com/prometheus/client_golang",
 	"internal/localsock":       "; golang.org/x/sys",
 	"internal/sdnotify":        "",

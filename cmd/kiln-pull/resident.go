@@ -19,12 +19,15 @@ import (
 
 	"github.com/kiln-registry/kiln-registry/cmd/kiln-pull/internal/caching"
 	"github.com/kiln-registry/kiln-registry/gpuload"
+	"github.com/kiln-registry/kiln-registry/gpuload/attach"
 	"github.com/kiln-registry/kiln-registry/gpuload/cuda"
 	"github.com/kiln-registry/kiln-registry/gpuload/hostmem"
 	"github.com/kiln-registry/kiln-registry/gpuload/resident"
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/internal/cli"
 	"github.com/kiln-registry/kiln-registry/internal/cli/progress"
+	"github.com/kiln-registry/kiln-registry/internal/localsock"
+	"github.com/kiln-registry/kiln-registry/internal/sdnotify"
 	"github.com/kiln-registry/kiln-registry/registry/access"
 	"github.com/kiln-registry/kiln-registry/transfer"
 	"github.com/kiln-registry/kiln-registry/transfer/folder"
@@ -42,6 +45,7 @@ type residentFlags struct {
 	registry, repo, dir, expect string
 	listen, device, tokens      string
 	cache                       string // a folder, for what is pulled; empty: none
+	socket                      string // where others attach; empty: named by the aggregate; socketOff: nowhere
 	synthetic, debug            bool
 	insecureOpen, direct        bool
 	requireGPU, verifyDevice    bool
@@ -98,6 +102,8 @@ func (f *residentFlags) check(arg string) error {
 func (f *residentFlags) bind(cmd *cobra.Command) {
 	p := cmd.Flags()
 	p.StringVar(&f.listen, "listen", defaultResident, "address to answer on")
+	p.StringVar(&f.socket, "socket", "",
+		"unix socket on which others attach, or off (default: named by the aggregate, in "+attach.Folder()+")")
 	p.StringVar(&f.device, "device", "auto", "where the weights go: host, cuda:N, or auto")
 	p.BoolVar(&f.requireGPU, "require-gpu", false, "fail where --device auto finds no GPU")
 	p.BoolVar(&f.verifyDevice, "verify-device", false, "read every byte back before it is published, and hash it again")
@@ -106,7 +112,7 @@ func (f *residentFlags) bind(cmd *cobra.Command) {
 	p.StringVar(&f.tokens, "token-file", "",
 		"YAML file of tokens; one that may pull is asked for at "+resident.PathModelState)
 	p.BoolVar(&f.insecureOpen, "insecure-open", false, "listen on a public address although everybody may ask everything")
-	p.DurationVar(&f.drain, "drain-timeout", 10*time.Second, "how long running requests may take when it stops")
+	p.DurationVar(&f.drain, "drain-timeout", 10*time.Second, "how long leases and requests may last when it stops")
 	p.StringVar(&f.expect, "expect", "", "the AGGREGATE that the weights must be")
 	p.StringVar(&f.dir, "dir", "", "folder that a REF or AGGREGATE is pulled to (default: in the user's cache)")
 	caching.Bind(cmd, &f.cache)
@@ -137,6 +143,12 @@ func explainLoad(err error) error {
 			"the weights are held whole; free some memory, or take a machine with more")
 	case errors.Is(err, gpuload.ErrDevice):
 		return cli.Exit(cli.CodeDevice, err)
+	case errors.Is(err, localsock.ErrTaken):
+		return cli.Hint(cli.Exit(cli.CodeUsage, err),
+			"attach to what is held there (kiln-pull attach), end it (kiln-pull release), or name another --socket")
+	case errors.Is(err, localsock.ErrFolder), errors.Is(err, localsock.ErrPath):
+		return cli.Hint(cli.Exit(cli.CodeUsage, err),
+			"--socket names one in a folder of mode 0700, which is made if it is missing; --socket off: nobody attaches")
 	case errors.Is(err, resident.ErrPublic):
 		return cli.Hint(cli.Exit(cli.CodeUsage, err),
 			"--token-file says who may ask (kiln-registry token create makes one); --insecure-open if everybody may")
@@ -210,7 +222,12 @@ func (f *residentFlags) run(ctx context.Context, arg string, stdout, stderr io.W
 	}
 	s := &resident.Server{
 		Version: cli.Version(), Backend: "synthetic", Model: f.name(arg), Gate: gate, Log: log, Drain: f.drain,
-		Debug: f.debug || resident.DebugEnabled(os.Getenv("KILN_DEBUG_ENDPOINTS")),
+		Debug: f.debug || resident.DebugEnabled(os.Getenv("KILN_DEBUG_ENDPOINTS")), Socket: f.attachable(),
+		Notify: func(state string) {
+			if err := sdnotify.Send(state); err != nil {
+				cli.Warn(stderr, "%v", err)
+			}
+		},
 	}
 	show := progress.New(f.Flags, stdout, stderr)
 	shown := sync.OnceFunc(show.Close)
@@ -236,6 +253,20 @@ func (f *residentFlags) run(ctx context.Context, arg string, stdout, stderr io.W
 	return errors.Join(err, h.remove())
 }
 
+// socketOff is the value of --socket for a model that nobody attaches to.
+const socketOff = "off"
+
+// attachable is the socket for the server: a folder if the aggregate is to name it.
+func (f *residentFlags) attachable() string {
+	switch {
+	case f.synthetic || f.socket == socketOff:
+		return ""
+	case f.socket == "":
+		return attach.Folder() + "/"
+	}
+	return f.socket
+}
+
 // name is what people call the model.
 func (f *residentFlags) name(arg string) string {
 	switch info, err := os.Stat(arg); {
@@ -253,6 +284,7 @@ func (f *residentFlags) name(arg string) string {
 type announcement struct {
 	Event     string             `json:"event"` // resident
 	URL       string             `json:"url"`
+	Socket    string             `json:"socket,omitempty"` // absent: nobody attaches
 	Backend   string             `json:"backend"`
 	Model     string             `json:"model"`
 	Path      string             `json:"path,omitempty"`
@@ -275,7 +307,7 @@ type loadJSON struct {
 
 // announce says on stdout what is held and where, and on stderr what the load was limited by.
 func (f *residentFlags) announce(stdout, stderr io.Writer, url string, s *resident.Server, held resident.Held) error {
-	out := announcement{Event: "resident", URL: url, Backend: s.Backend, Model: s.Model, Path: held.Path}
+	out := announcement{Event: "resident", URL: url, Backend: s.Backend, Model: s.Model, Path: held.Path, Socket: held.Socket}
 	text := "resident: no weights (synthetic)"
 	if w := held.Weights; w != nil {
 		m, st := w.Manifest(), w.Stats()
@@ -290,6 +322,9 @@ func (f *residentFlags) announce(stdout, stderr io.Writer, url string, s *reside
 	}
 	if f.JSON {
 		return json.NewEncoder(stdout).Encode(out)
+	}
+	if held.Socket != "" {
+		url += " and " + held.Socket
 	}
 	_, err := fmt.Fprintf(stdout, "%s, on %s\n", text, url)
 	return err
