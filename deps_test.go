@@ -59,6 +59,7 @@ var imports = map[string]string{
 	"gpuload/hostmem":          "gpuload identity; golang.org/x/sys",
 	"gpuload/cuda":             "gpuload; github.com/ebitengine/purego",
 	"gpuload/cuda/fakecuda":    "; github.com/ebitengine/purego",
+	"gpuload/adapters":         "api api/client gpuload identity identity/documents identity/safetensors transfer transfer/artifact transfer/folder transfer/made",
 	"gpuload/devicetest":       "gpuload identity identity/safetensors",
 	"gpuload/attach":           "gpuload identity identity/safetensors internal/localsock internal/strictjson; golang.org/x/sys",
 	"gpuload/resident":         "api gpuload gpuload/attach identity internal/localsock internal/strictjson registry/access",
