@@ -35,10 +35,12 @@ func Run(t *testing.T, s Subject) {
 	}{
 		{"contract", contract},
 		{"load", loads},
+		{"late", late},
+		{"keep", keeps},
+		{"several devices", several},
 		{"fault", faults},
 		{"source", sourceFaults},
 		{"cancel", cancels},
-		{"late", late},
 		{"read back", readsBack},
 		{"device", deviceFaults},
 	} {
@@ -156,6 +158,7 @@ func loads(t *testing.T, s Subject) {
 	}
 	t.Run("states", func(t *testing.T) { states(t, s, m) })
 	t.Run("two devices", func(t *testing.T) { twoDevices(t, s, m) })
+	t.Run("spread", func(t *testing.T) { spread(t, s, m) })
 	t.Run("pinned", func(t *testing.T) { pinned(t, s, m) })
 }
 
@@ -188,6 +191,9 @@ func same(t *testing.T, s Subject, m *model, handles []gpuload.Handle) {
 		t.Fatalf("%d handles for %d shards", len(handles), len(m.files))
 	}
 	for i, name := range m.names() {
+		if handles[i].Shard != i {
+			t.Errorf("the handle of shard %d says shard %d", i, handles[i].Shard)
+		}
 		if s.Read != nil && !bytes.Equal(s.Read(t, handles[i]), m.data(name)) {
 			t.Errorf("%s: the bytes in memory differ from the file", name)
 		}
@@ -219,32 +225,34 @@ func states(t *testing.T, s Subject, m *model) {
 func twoDevices(t *testing.T, s Subject, m *model) {
 	f := &Faulty{Target: s.New(t), Split: 2}
 	o := options()
-	o.Placement = func(sizes []int64, devices []gpuload.Device) ([][]int, error) {
-		return slices.Repeat([][]int{{0, 1}}, len(sizes)), nil
-	}
-	read := map[string]int64{}
-	src := counting(m.source(t), read)
-	r, err := gpuload.Load(t.Context(), m.plan(t, src, m.want(t)), src, f, o)
-	if err != nil {
-		t.Fatal(err)
-	}
+	o.Placement = gpuload.Replicate
+	r := once(t, m, f, o)
 	defer closed(t, r)
-	for name, b := range m.files {
-		if read[name] != int64(len(b)) {
-			t.Errorf("%s: %d bytes read for %d", name, read[name], len(b))
-		}
-	}
 	handles, release, err := r.Lease()
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer release()
+	if len(handles) != 2*len(m.files) {
+		t.Fatalf("%d handles for %d shards on two devices", len(handles), len(m.files))
+	}
 	var even, odd []gpuload.Handle
 	for i := 0; i+1 < len(handles); i += 2 {
 		even, odd = append(even, handles[i]), append(odd, handles[i+1])
 	}
 	same(t, s, m, even)
 	same(t, s, m, odd)
+}
+
+// spread takes memory on both of two devices, once for each shard.
+func spread(t *testing.T, s Subject, m *model) {
+	f := &Faulty{Target: s.New(t), Split: 2}
+	o := options()
+	o.Placement = gpuload.Spread
+	closed(t, once(t, m, f, o))
+	if !slices.Contains(f.On, 0) || !slices.Contains(f.On, 1) || len(f.On) != len(m.files) {
+		t.Errorf("memory was taken on the devices %v", f.On)
+	}
 }
 
 // pinned loads through buffers that are registered with the target, through smaller ones, and through ones that could

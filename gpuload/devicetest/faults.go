@@ -28,6 +28,7 @@ type Faulty struct {
 	FailPins    int                    // so many attempts to pin fail
 	Flip        int                    // this copy arrives with a wrong bit
 	Verify      bool                   // the load is to read everything back
+	With        func(*gpuload.Options) // changes the options of the load; nil: nothing
 	Late        int                    // copies are made only when so many are open, or the block is complete
 	Before      func(op string, n int) // called before each operation
 
@@ -40,6 +41,7 @@ type Faulty struct {
 	Overlaps  int // copies that were submitted from a buffer that another open copy reads
 	Published int // handles that exist
 	Asked     int64
+	On        []int // the device of each block
 }
 
 func (f *Faulty) begin(op string) (n int) {
@@ -89,6 +91,7 @@ func (f *Faulty) Alloc(ctx context.Context, device int, n int64) (gpuload.Block,
 	f.mu.Lock()
 	f.sizes, f.sent = append(f.sizes, n), append(f.sent, 0)
 	f.Asked += n
+	f.On = append(f.On, device)
 	f.mu.Unlock()
 	if f.Split > 0 {
 		device = 0

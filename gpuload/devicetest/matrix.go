@@ -10,6 +10,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -27,6 +28,9 @@ func refused(
 	o := options()
 	o.VerifyDevice = f.Verify
 	o.Observe = func(st gpuload.State) { last = st }
+	if f.With != nil {
+		f.With(&o)
+	}
 	r, err := gpuload.Load(ctx, p, src, f, o)
 	s.tally.faults++
 	switch {
@@ -136,11 +140,11 @@ func sourceFaults(t *testing.T, s Subject) {
 		t.Run(fmt.Sprintf("flip %d", at), func(t *testing.T) { blames(t, badFiles(t, s, m, w), name) })
 	}
 	for what, change := range map[string]func([]byte) []byte{
-		"truncated": func(b []byte) []byte { return b[:len(b)-1] },
-		"extra":     func(b []byte) []byte { return append(b, 0) },
-		"empty":     func(b []byte) []byte { return nil },
-		"header":    func(b []byte) []byte { return append(b[:8:8], bytes.Repeat([]byte("x"), len(b)-8)...) },
-		"other":     func([]byte) []byte { return sealLike(good.files[name], 77) },
+		"truncated":                  func(b []byte) []byte { return b[:len(b)-1] },
+		"extra":                      func(b []byte) []byte { return append(b, 0) },
+		"empty":                      func(b []byte) []byte { return nil },
+		"header":                     func(b []byte) []byte { return append(b[:8:8], bytes.Repeat([]byte("x"), len(b)-8)...) },
+		"equal header, other values": func([]byte) []byte { return sealLike(good.files[name], 77) },
 	} {
 		t.Run(what, func(t *testing.T) { badFiles(t, s, good.changed(t, name, change), w) })
 	}
@@ -287,17 +291,38 @@ func cancels(t *testing.T, s Subject) {
 	for _, op := range []struct {
 		name string
 		n    int
-	}{{"alloc", 2}, {"submit", 1}, {"submit", 40}, {"wait", 1}} {
+	}{
+		{"alloc", 2}, {"read", 1}, {"read", 40}, {"submit", 1}, {"submit", 40}, {"hash", 2}, {"hash", 40}, {"wait", 1},
+		{"keep", 1}, {"write", 1}, {"write", 40}, {"commit", 1}, {"commit", 3}, {"close", 3},
+	} {
 		t.Run(fmt.Sprint(op.name, " ", op.n), func(t *testing.T) {
 			ctx, cancel := context.WithCancel(t.Context())
 			defer cancel()
-			refused(t, s, ctx, p, src, &Faulty{Before: func(name string, n int) {
-				if name == op.name && n == op.n {
-					cancel()
-				}
-			}}, context.Canceled)
+			cancelAt(t, s, ctx, cancel, op.name, op.n)
 		})
 	}
+}
+
+// cancelAt ends ctx before the n-th operation of a name.
+func cancelAt(t *testing.T, s Subject, ctx context.Context, cancel func(), op string, n int) {
+	at := func(name string, i int) {
+		if name == op && i == n {
+			cancel()
+		}
+	}
+	var reads, hashes atomic.Int64
+	m := newModel(t)
+	src := source{m.source(t), func(_ string, b []byte, off int64, f gpuload.File) (int, error) {
+		at("read", int(reads.Add(1)))
+		return f.ReadAt(b, off)
+	}}
+	to := &shelf{before: func(name string, i int) error { at(name, i); return nil }}
+	p := m.plan(t, m.source(t), m.want(t))
+	refused(t, s, ctx, p, src, &Faulty{Before: at, With: func(o *gpuload.Options) {
+		o.Keep = to
+		o.Progress = func(string, int64) { at("hash", int(hashes.Add(1))) }
+	}}, context.Canceled)
+	to.check(t, m, false)
 }
 
 // late loads through a target that reads its buffers as late as it may, from a source that fills them piece by piece.

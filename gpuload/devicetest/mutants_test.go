@@ -41,6 +41,18 @@ var mutants = []struct {
 		"buf.refs.Store(int32(2 + len(l.blocks[i])))", "buf.refs.Store(int32(1 + len(l.blocks[i])))",
 		"c.buf.release()\n\t\tif ctx.Err() != nil {\n\t\t\treturn stopped(ctx, s, c.off)\n\t\t}\n\t}\n\treturn nil",
 		"if ctx.Err() != nil {\n\t\t\treturn stopped(ctx, s, c.off)\n\t\t}\n\t}\n\treturn nil"}},
+	{"kept before the digest matched", "lane.go", []string{
+		"if err := l.check(i); err != nil {\n\t\treturn err", "if err := kept.Commit(l.seen[i]); err != nil {\n\t\treturn err",
+		"return s.diskError(s.Size, kept.Commit(l.seen[i]))", "return l.check(i)"}},
+	{"failed write to the disk forgotten", "lane.go", []string{
+		"_, err := to.WriteAt(b, off)", "_, err := to.WriteAt(b, off)\n\t\terr = nil"}},
+	{"header not kept", "lane.go", []string{"write(s.header, 0)", "write(s.header[:8], 0)"}},
+	{"kept file left open", "lane.go", []string{"e := kept.Close(); err == nil", "e := error(nil); err == nil"}},
+	{"replicate to one device only", "plan.go", []string{"slices.Repeat([][]int{all},", "slices.Repeat([][]int{all[:1]},"}},
+	{"replicate copies to the first only", "lane.go", []string{
+		"l.target.Submit(ctx, data, b, off-s.Data)", "l.target.Submit(ctx, data, b*0+l.blocks[i][0], off-s.Data)"}},
+	{"spread to one device only", "plan.go", []string{"free[best] -= sizes[i]", ""}},
+	{"handles without their shard", "readback.go", []string{"handles[block].Shard = i", "handles[block].Shard = 0 * i"}},
 	{"copy to the wrong offset", "lane.go", []string{"data, b, off-s.Data)", "data, b, 0)"}},
 	{"header not hashed", "plan.go", []string{"h.Write(b)", "h.Write(b[:8])"}},
 	{"change during the load not noticed", "lane.go", []string{
