@@ -23,6 +23,7 @@ import (
 	"github.com/kiln-registry/kiln-registry/gpuload/cuda"
 	"github.com/kiln-registry/kiln-registry/gpuload/hostmem"
 	"github.com/kiln-registry/kiln-registry/gpuload/resident"
+	"github.com/kiln-registry/kiln-registry/gpuload/resident/metrics"
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/internal/cli"
 	"github.com/kiln-registry/kiln-registry/internal/cli/progress"
@@ -229,6 +230,7 @@ func (f *residentFlags) run(ctx context.Context, arg string, stdout, stderr io.W
 			}
 		},
 	}
+	s.Metrics = metrics.Handler(s)
 	show := progress.New(f.Flags, stdout, stderr)
 	shown := sync.OnceFunc(show.Close)
 	defer shown()

@@ -112,7 +112,7 @@ type Status struct {
 // LoadedAdapter is one adapter on the base.
 type LoadedAdapter struct {
 	Adapter
-	Bytes  int64 `json:"bytes"`
+	Bytes  int64 `json:"size_bytes"`
 	Leases int   `json:"leases"`
 }
 

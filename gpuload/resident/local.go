@@ -179,6 +179,7 @@ func (s *Server) audit(w http.ResponseWriter, r *http.Request, h *Held) error {
 
 // damage ends all new attaches, and readiness.
 func (s *Server) damage(err error) {
+	s.failures.Add(1)
 	e := attach.Refuse(attach.CodeDamaged, "the weights are not what was published: %v", err)
 	if s.damaged.CompareAndSwap(nil, e) {
 		s.leases.tell(attach.Event{Kind: attach.EventDamaged})

@@ -219,6 +219,7 @@ func (s *Server) httpServer() *http.Server {
 // counts are what happened since the start.
 type counts struct {
 	attaches, audits atomic.Int64
+	failures         atomic.Int64 // of audits
 	refused          refusals
 }
 
@@ -244,13 +245,16 @@ type Snapshot struct {
 	Stats    gpuload.Stats  // of the load
 	Attaches int64
 	Audits   int64
+	Failures int64            // audits that found other bytes than were published
 	Refused  map[string]int64 // requests on the socket, by code
 }
 
 // Snapshot says how the server stands now.
 func (s *Server) Snapshot() Snapshot {
 	status, _ := s.ready()
-	snap := Snapshot{Ready: status == http.StatusOK, Attaches: s.attaches.Load(), Audits: s.audits.Load()}
+	snap := Snapshot{
+		Ready: status == http.StatusOK, Attaches: s.attaches.Load(), Audits: s.audits.Load(), Failures: s.failures.Load(),
+	}
 	s.refused.mu.Lock()
 	snap.Refused = maps.Clone(s.refused.by)
 	s.refused.mu.Unlock()
