@@ -17,6 +17,7 @@ import (
 
 	"github.com/kiln-registry/kiln-registry/api"
 	"github.com/kiln-registry/kiln-registry/api/client"
+	"github.com/kiln-registry/kiln-registry/cmd/kiln-pull/internal/attaching"
 	"github.com/kiln-registry/kiln-registry/cmd/kiln-pull/internal/caching"
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/identity/safetensors"
@@ -256,8 +257,8 @@ func explained(err error, code int, hint string) error {
 
 // commands lists the commands; each is in the file that its name begins with.
 func commands() []*cobra.Command {
-	return []*cobra.Command{
+	return append([]*cobra.Command{
 		pullCommand(), findCommand(), verifyCommand(), residentCommand(), checkAdapterCommand(), checkEvalCommand(),
 		checkResumeCommand(), caching.Command(),
-	}
+	}, attaching.Commands()...)
 }

@@ -1,0 +1,226 @@
+// Package attaching is the side of kiln-pull that uses what another process holds in memory: attach, audit, release.
+package attaching
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/kiln-registry/kiln-registry/gpuload"
+	"github.com/kiln-registry/kiln-registry/gpuload/attach"
+	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/internal/cli"
+	"github.com/kiln-registry/kiln-registry/internal/localsock"
+	"github.com/kiln-registry/kiln-registry/transfer"
+)
+
+// Commands returns the commands.
+func Commands() []*cobra.Command {
+	return []*cobra.Command{attachCommand(), auditCommand(), releaseCommand()}
+}
+
+// flags are those of every command here.
+type flags struct {
+	socket      string
+	json, quiet bool
+}
+
+func (f *flags) bind(cmd *cobra.Command) {
+	p := cmd.Flags()
+	p.StringVar(&f.socket, "socket", "",
+		"unix socket of the holder (default: named by the aggregate, in "+attach.Folder()+")")
+	p.BoolVar(&f.json, "json", false, "print JSON on stdout")
+	p.BoolVarP(&f.quiet, "quiet", "q", false, "say nothing on stderr but errors")
+}
+
+func (f *flags) client() attach.Client { return attach.Client{Socket: f.socket} }
+
+// command makes a command that takes an AGGREGATE.
+func (f *flags) command(use, short, long string,
+	run func(ctx context.Context, a identity.Aggregate, stdout, stderr io.Writer) error,
+) *cobra.Command {
+	cmd := &cobra.Command{
+		Use: use + " AGGREGATE", Short: short, Long: short + ".\n\n" + long,
+		Args: cli.Args("AGGREGATE"),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			a, is, err := transfer.ParseAggregate(args[0])
+			if err == nil && !is {
+				err = fmt.Errorf("%.200q is no aggregate: want sha256: and 64 hex digits", args[0])
+			}
+			if err != nil {
+				return cli.Exit(cli.CodeUsage, err)
+			}
+			return explain(run(cmd.Context(), a, cmd.OutOrStdout(), cmd.ErrOrStderr()))
+		},
+	}
+	f.bind(cmd)
+	return cmd
+}
+
+func attachCommand() *cobra.Command {
+	var f flags
+	var check bool
+	cmd := f.command("attach", "Use a model that kiln-pull resident holds, without a copy of it",
+		"The memory that is there is mapped, and stays until this command is ended by a signal, or the holder says that it\n"+
+			"is about to end. --json prints the document that says where each tensor is. With --check every byte of the\n"+
+			"mapped memory is hashed here, with the headers that the holder gives, and the command ends: 0 if every shard\n"+
+			"has its digest and every tensor is where its header says, 1 if not.\n\n"+
+			"Exit codes besides: 1 another base is held, or an audit found damage; 3 the holder is another user's; 4 nobody\n"+
+			"holds it; 5 memory that is not sealed, or an answer that breaks the format; 6 the holder has died; 8 a device\n"+
+			"can't be opened; 75 it is about to end.",
+		func(ctx context.Context, a identity.Aggregate, stdout, stderr io.Writer) error {
+			if check {
+				return f.check(ctx, a, stdout)
+			}
+			return f.hold(ctx, a, stdout, stderr)
+		})
+	cmd.Flags().BoolVar(&check, "check", false, "hash every byte of the mapped memory, and end")
+	return cmd
+}
+
+func auditCommand() *cobra.Command {
+	var f flags
+	return f.command("audit", "Have the holder of a model read its memory back and hash it again",
+		"Memory of a device can be changed by every process that has it mapped. On damage the exit code is 1, and from\n"+
+			"then on nobody can attach: the holder's /health and /readyz answer 503. Leases stay. What is attached is told.", f.audit)
+}
+
+func releaseCommand() *cobra.Command {
+	var f flags
+	return f.command("release", "Have the holder of a model free the memory and end",
+		"As with a signal, those who are attached are told and have the holder's --drain-timeout to go. The command ends\n"+
+			"when the holder has freed the memory.", f.release)
+}
+
+// summary says what is attached, for people.
+func summary(d attach.Document) string {
+	on := ""
+	for i, v := range d.Devices {
+		if i > 0 {
+			on += ", "
+		}
+		on += v.Backend
+		if v.UUID != "" {
+			on += " " + v.UUID
+		}
+	}
+	return fmt.Sprintf("%s, %s in %s, %s, on %s", d.Aggregate, cli.Bytes(d.Verification.Bytes),
+		cli.Count(len(d.Shards), "shard"), cli.Count(len(d.Tensors), "tensor"), on)
+}
+
+// hold keeps a lease until ctx ends or the holder drains.
+func (f *flags) hold(ctx context.Context, a identity.Aggregate, stdout, stderr io.Writer) (err error) {
+	at, err := f.client().Attach(ctx, a)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, at.Close()) }()
+	if f.json {
+		err = json.NewEncoder(stdout).Encode(at.Document)
+	} else {
+		_, err = fmt.Fprintf(stdout, "attached: %s, lease %s\n", summary(at.Document), at.Document.Lease.ID)
+	}
+	for err == nil {
+		select {
+		case <-ctx.Done():
+			return nil
+		case e, open := <-at.Events():
+			switch {
+			case !open:
+				return cli.Exit(cli.CodeUnreachable, errors.New("the holder has gone"))
+			case e.Kind == attach.EventDraining:
+				f.note(stderr, "the holder is about to end: the lease is given back")
+				return nil
+			case e.Kind == attach.EventGeneration:
+				f.note(stderr, fmt.Sprintf("generation %d", e.Generation))
+			case e.Kind == attach.EventDamaged:
+				cli.Warn(stderr, "an audit found other bytes than were published")
+			}
+		}
+	}
+	return err
+}
+
+func (f *flags) note(stderr io.Writer, text string) {
+	if !f.quiet {
+		fmt.Fprintln(stderr, text)
+	}
+}
+
+func (f *flags) audit(ctx context.Context, a identity.Aggregate, stdout, _ io.Writer) error {
+	found, err := f.client().Audit(ctx, a)
+	if err != nil {
+		return err
+	}
+	if f.json {
+		return json.NewEncoder(stdout).Encode(found)
+	}
+	_, err = fmt.Fprintf(stdout, "intact: %s, %s read back and hashed in %.3f s\n", found.Aggregate,
+		cli.Bytes(found.Bytes), found.Seconds)
+	return err
+}
+
+// pause is how long release waits between looks at whether the holder has ended.
+const pause = 50 * time.Millisecond
+
+func (f *flags) release(ctx context.Context, a identity.Aggregate, stdout, stderr io.Writer) error {
+	c := f.client()
+	if err := c.Release(ctx, a); err != nil {
+		return err
+	}
+	f.note(stderr, "draining")
+	for {
+		_, err := c.Document(ctx, a)
+		if err != nil && !errors.Is(err, attach.Refuse(attach.CodeDraining, "")) {
+			break // it has gone, or another one is there
+		}
+		select {
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		case <-time.After(pause):
+		}
+	}
+	if f.json {
+		return json.NewEncoder(stdout).Encode(struct {
+			Aggregate identity.Aggregate `json:"aggregate_sha256"`
+			State     gpuload.State      `json:"state"`
+		}{a, gpuload.Freed})
+	}
+	_, err := fmt.Fprintf(stdout, "released: %s\n", a)
+	return err
+}
+
+// codes are the exit codes of what a holder refuses.
+var codes = map[string]int{
+	attach.CodeOtherBase: cli.CodeNo, attach.CodeDamaged: cli.CodeNo, attach.CodeOtherUser: cli.CodeDenied,
+	attach.CodeDraining: cli.CodeTryAgain, attach.CodeBusy: cli.CodeTryAgain, attach.CodeFailed: cli.CodeUnreachable,
+}
+
+// explain gives errors their exit codes and hints.
+func explain(err error) error {
+	var e *attach.Error
+	switch {
+	case errors.As(err, &e):
+		code, ok := codes[e.Code]
+		if !ok {
+			code = cli.CodeUsage
+		}
+		return cli.Exit(code, err)
+	case errors.Is(err, attach.ErrNone):
+		return cli.Hint(cli.Exit(cli.CodeNotFound, err),
+			"kiln-pull resident holds a model, and prints its socket when that is published")
+	case errors.Is(err, attach.ErrOtherUser), errors.Is(err, fs.ErrPermission):
+		return cli.Hint(cli.Exit(cli.CodeDenied, err), "run it as the user who holds the model, or as root")
+	case errors.Is(err, localsock.ErrPath):
+		return cli.Exit(cli.CodeUsage, err)
+	case errors.Is(err, attach.ErrDocument), errors.Is(err, attach.ErrSeal):
+		return cli.Exit(cli.CodeBadInput, err)
+	}
+	return err
+}
