@@ -48,9 +48,10 @@ chaos: .tools/bin/versitygw ## everything at once, for CHAOS_S seconds a part: w
 beside = $(if $(filter $1,$(or $(BENCH),$1)),$2)
 PEERS  = $(if $(S3_STORE),,$(call beside,registry pushes manifests,.tools/bin/registry .tools/bin/docker-registry))
 OTHERS = $(if $(S3_STORE),,$(call beside,transfer pull,.tools/bin/oras .tools/bin/nginx .tools/huggingface/.stamp)) \
+	$(if $(S3_STORE),,$(call beside,gpuload loaders,.tools/gpuload-peers/.stamp)) \
 	$(if $(filter go,$(BENCH)),.tools/bin/benchstat)
 
-bench: build $(S3_STORE) $(PEERS) $(OTHERS) ## ratio tables; BENCH=identity|registry|index|transfer|go, FULL=1: long form; STORE=s3
+bench: build $(S3_STORE) $(PEERS) $(OTHERS) ## ratio tables; BENCH=identity|registry|index|transfer|gpuload|go, FULL=1: long form; STORE=s3
 	$(if $(filter go,$(BENCH)),scripts/bench-go.sh,go run ./internal/bench $(if $(FULL),-full) -bin .bin -tools .tools \
 		-json .tools/bench $(if $(S3_STORE),-s3 $(S3_STORE)) $(PEERS:%=-peer %) $(BENCH))
 
@@ -90,6 +91,9 @@ clean:
 
 .tools/huggingface/.stamp: scripts/huggingface.sh internal/tools/huggingface/requirements.txt
 	scripts/huggingface.sh
+
+.tools/gpuload-peers/.stamp: scripts/gpuload-peers.sh internal/tools/gpuload-peers/requirements.txt
+	scripts/gpuload-peers.sh
 
 .tools/bin/weed: $(wildcard internal/tools/weed/go.*)
 	cd internal/tools/weed && go build -trimpath -buildvcs=false -o ../../../$@ \

@@ -19,6 +19,7 @@ import (
 	"time"
 
 	"github.com/kiln-registry/kiln-registry/internal/bench/bare"
+	"github.com/kiln-registry/kiln-registry/internal/bench/gpuload"
 	"github.com/kiln-registry/kiln-registry/internal/bench/report"
 	"github.com/kiln-registry/kiln-registry/internal/bench/rig"
 	"github.com/kiln-registry/kiln-registry/internal/bench/transfer"
@@ -143,6 +144,10 @@ func (b *bench) all() []table {
 		Bin: b.bin, Tools: b.tools, Dir: b.dir, Size: b.size, Rounds: b.rounds, Full: b.full, Client: b.client,
 		Model: b.madeModel,
 	}
+	l := &gpuload.Bench{
+		Bin: b.bin, Tools: b.tools, Dir: b.dir, Size: b.size, Rounds: b.rounds, Full: b.full, Model: b.madeModel,
+	}
+	loading := []string{"gpuload"}
 	if b.versitygw != "" {
 		return []table{{"s3", registry, own(b.s3)}}
 	}
@@ -160,6 +165,10 @@ func (b *bench) all() []table {
 		{"pull", both, t.Pull},
 		{"repair", both, t.Repair},
 		{"memory", []string{"registry", "transfer"}, own(b.memory)},
+		{"tax", loading, l.Tax},
+		{"onepass", loading, l.OnePass},
+		{"loaders", loading, l.Peers},
+		{"buffers", loading, l.Memory},
 	}
 }
 
