@@ -203,9 +203,12 @@ func TestNothingToLoad(t *testing.T) {
 func TestSmallBuffers(t *testing.T) {
 	dir := folder(t, 8<<20, 3<<20, 1)
 	for _, limit := range []int64{8192, 100000, 1 << 20} {
-		r := load(t, open(t, dir, false, nil), dir, shardNames(t, dir), gpuload.Options{MaxBuffer: limit})
-		if b := r.Stats().Buffer; b > limit {
-			t.Errorf("%d bytes of buffers, at most %d were allowed", b, limit)
+		var said []string
+		r := load(t, open(t, dir, false, nil), dir, shardNames(t, dir), gpuload.Options{
+			MaxBuffer: limit, Notify: func(line string) { said = append(said, line) },
+		})
+		if b := r.Stats().Buffer; b > limit || len(said) != 1 || !strings.Contains(said[0], fmt.Sprint(limit, " are allowed")) {
+			t.Errorf("%d bytes of buffers, at most %d were allowed; said %q", b, limit, said)
 		}
 	}
 	p, err := gpuload.NewPlan(t.Context(), open(t, dir, false, nil), shardNames(t, dir), gpuload.Want{})

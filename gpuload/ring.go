@@ -28,7 +28,7 @@ type Options struct {
 	ChunkBytes int64 // bytes of one buffer, rounded up to 4096; 0: DefaultChunk
 	Ring       int   // buffers of one lane; 0: DefaultRing
 	Lanes      int   // shards in work at once; 0: DefaultLanes or the number of CPUs, the smaller
-	MaxBuffer  int64 // limit on Lanes × Ring × ChunkBytes, kept by making these smaller; 0: DefaultMaxBuffer
+	MaxBuffer  int64 // limit on Lanes × Ring × ChunkBytes, pinned or not, kept by smaller ones; 0: DefaultMaxBuffer
 	Reserve    int64 // device memory to leave free; 0: DefaultReserve, negative: none
 
 	// VerifyDevice reads every byte back before publication and hashes it again, which finds bytes that were damaged on
@@ -59,7 +59,11 @@ func (o Options) shaped(p Plan) (Options, error) {
 	if o.Reserve = orDefault(o.Reserve, DefaultReserve); o.Reserve < 0 {
 		o.Reserve = 0
 	}
-	return o.within(o.MaxBuffer)
+	small, err := o.within(o.MaxBuffer)
+	if err == nil && small.buffer() < o.buffer() {
+		o.notify("buffers are %d bytes instead of %d: no more than %d are allowed", small.buffer(), o.buffer(), o.MaxBuffer)
+	}
+	return small, err
 }
 
 // within makes the buffers no larger than limit in all.
