@@ -10,18 +10,18 @@ import (
 	"log/slog"
 	"os"
 	"path/filepath"
-	"strconv"
 	"strings"
 	"sync"
 	"time"
 
 	"github.com/spf13/cobra"
 
+	"github.com/kiln-registry/kiln-registry/api/client"
 	"github.com/kiln-registry/kiln-registry/cmd/kiln-pull/internal/caching"
+	"github.com/kiln-registry/kiln-registry/cmd/kiln-pull/internal/device"
+	"github.com/kiln-registry/kiln-registry/cmd/kiln-pull/internal/holding"
 	"github.com/kiln-registry/kiln-registry/gpuload"
 	"github.com/kiln-registry/kiln-registry/gpuload/attach"
-	"github.com/kiln-registry/kiln-registry/gpuload/cuda"
-	"github.com/kiln-registry/kiln-registry/gpuload/hostmem"
 	"github.com/kiln-registry/kiln-registry/gpuload/resident"
 	"github.com/kiln-registry/kiln-registry/gpuload/resident/metrics"
 	"github.com/kiln-registry/kiln-registry/identity"
@@ -32,14 +32,9 @@ import (
 	"github.com/kiln-registry/kiln-registry/registry/access"
 	"github.com/kiln-registry/kiln-registry/transfer"
 	"github.com/kiln-registry/kiln-registry/transfer/folder"
-	"github.com/kiln-registry/kiln-registry/transfer/staging"
 )
 
-const (
-	defaultResident = "127.0.0.1:8420" // where Kiln's own server listens
-	phaseLoad       = "load"
-	maxConfig       = 16 << 20 // bytes of a config.json that is read
-)
+const defaultResident = "127.0.0.1:8420" // where Kiln's own server listens
 
 type residentFlags struct {
 	cli.Flags
@@ -80,7 +75,7 @@ func residentCommand() *cobra.Command {
 
 // check refuses values that mean nothing, and --dir and --repo where nothing is pulled.
 func (f *residentFlags) check(arg string) error {
-	pulls := arg != "" && !isDir(arg)
+	pulls := arg != "" && !holding.IsDir(arg)
 	switch {
 	case f.maxBuffer < 0:
 		return cli.Usagef("--max-buffer %d: want a number of bytes, or 0 for the default", f.maxBuffer)
@@ -91,8 +86,8 @@ func (f *residentFlags) check(arg string) error {
 	case f.repo != "" && !pulls:
 		return cli.Usagef("--repo goes with an AGGREGATE; nothing is pulled here")
 	}
-	kind, _, err := f.on()
-	if err == nil && kind == hostmem.Backend && f.requireGPU {
+	on, err := device.Parse(f.device)
+	if err == nil && on.Host() && f.requireGPU {
 		return cli.Usagef("--require-gpu: --device host is none")
 	}
 	return err
@@ -131,6 +126,7 @@ func (f *residentFlags) bind(cmd *cobra.Command) {
 
 // explainLoad gives the errors of a load their exit codes and hints.
 func explainLoad(err error) error {
+	err = explainPlace(err)
 	switch {
 	case errors.Is(err, gpuload.ErrMismatch):
 		return cli.Hint(cli.Exit(cli.CodeNo, err),
@@ -155,48 +151,6 @@ func explainLoad(err error) error {
 			"--token-file says who may ask (kiln-registry token create makes one); --insecure-open if everybody may")
 	}
 	return err
-}
-
-// on parses --device: host, auto, or cuda with the index of the device.
-func (f *residentFlags) on() (kind string, index int, err error) {
-	kind, number, numbered := strings.Cut(f.device, ":")
-	switch {
-	case !numbered && (kind == hostmem.Backend || kind == "auto" || kind == cuda.Backend):
-		return kind, 0, nil
-	case kind == cuda.Backend:
-		if index, err = strconv.Atoi(number); err == nil && index >= 0 {
-			return kind, index, nil
-		}
-	}
-	return "", 0, cli.Usagef("--device %q: want host, cuda:N, or auto", f.device)
-}
-
-// target opens the device and says which it is.
-func (f *residentFlags) target(ctx context.Context) (t gpuload.Target, backend, name string, err error) {
-	kind, index, err := f.on()
-	if err != nil {
-		return nil, "", "", err
-	}
-	if kind == hostmem.Backend {
-		return new(hostmem.Target), hostmem.Backend, "host memory", nil
-	}
-	gpu, err := cuda.Open(index)
-	switch {
-	case err == nil:
-		devices, err := gpu.Devices(ctx)
-		if err != nil {
-			return nil, "", "", cli.Exit(cli.CodeDevice, errors.Join(err, gpu.Free()))
-		}
-		name = devices[0].Name
-		if kind == "auto" {
-			name += " (auto: the first GPU)"
-		}
-		return gpu, cuda.Backend, name, nil
-	case kind == "auto" && !f.requireGPU:
-		return new(hostmem.Target), hostmem.Backend, fmt.Sprintf("host memory (auto: %v)", err), nil
-	}
-	err = cli.Exit(cli.CodeDevice, fmt.Errorf("--device %s: %w", f.device, err))
-	return nil, "", "", cli.Hint(err, "--device host holds the weights in the memory of the host")
 }
 
 func (f *residentFlags) run(ctx context.Context, arg string, stdout, stderr io.Writer) error {
@@ -234,25 +188,67 @@ func (f *residentFlags) run(ctx context.Context, arg string, stdout, stderr io.W
 	show := progress.New(f.Flags, stdout, stderr)
 	shown := sync.OnceFunc(show.Close)
 	defer shown()
-	h := &holding{residentFlags: f, arg: arg, want: want, show: show, warn: stderr, remove: func() error { return nil }}
-	load := h.load
-	if f.synthetic {
-		load = func(context.Context) (held resident.Held, err error) { return held, nil }
-	} else {
+	h, load := new(holding.Holding), synthetic
+	if !f.synthetic {
 		var name string
-		if h.target, s.Backend, name, err = f.target(ctx); err != nil {
+		h, s.Backend, name, err = f.holding(ctx, arg, want, show, stderr)
+		if err != nil {
 			return errors.Join(err, l.Close())
 		}
+		load = h.Load
 		show.Note("device: " + name)
 	}
 	err = s.Run(ctx, l, load, func(held resident.Held) error {
 		shown()
 		return f.announce(stdout, stderr, "http://"+l.Addr().String(), s, held)
 	})
-	if h.target != nil {
-		err = errors.Join(err, h.target.Free()) // a load that was not begun frees nothing
+	return errors.Join(err, h.Close())
+}
+
+// synthetic loads nothing.
+func synthetic(context.Context) (held resident.Held, err error) { return held, nil }
+
+// holding opens the device for what arg names, and says which it is.
+func (f *residentFlags) holding(ctx context.Context, arg string, want identity.Aggregate, show *progress.Show,
+	stderr io.Writer,
+) (h *holding.Holding, backend, name string, err error) {
+	o := holding.Options{
+		Dir: f.dir, Want: want, Cache: f.cache, Direct: f.direct, VerifyDevice: f.verifyDevice, MaxBuffer: f.maxBuffer,
+		Note: show.Note, Watch: show.Watch, Warn: func(line string) { cli.Warn(stderr, "%s", line) },
 	}
-	return errors.Join(err, h.remove())
+	if holding.IsDir(arg) {
+		o.Dir = arg
+	} else {
+		from, err := parseSource(arg, f.registry, f.repo)
+		if err != nil {
+			return nil, "", "", cli.Hint(err, "a folder that is not there is written as a path: ./NAME")
+		}
+		o.Want = cmp.Or(want, from.aggregate)
+		o.Resolve = func(ctx context.Context) (*client.Client, transfer.Plan, error) {
+			return f.resolve(ctx, from, show.Note, stderr)
+		}
+	}
+	on, err := device.Parse(f.device)
+	if err == nil {
+		o.Target, backend, name, err = on.Open(ctx, f.requireGPU)
+	}
+	return holding.New(o), backend, name, err
+}
+
+// resolve finds what is pulled. Where there is a choice it is listed on stderr.
+func (f *residentFlags) resolve(ctx context.Context, from source, note func(string), stderr io.Writer) (
+	*client.Client, transfer.Plan, error,
+) {
+	c, err := f.Client(from.host, note)
+	if err != nil {
+		return nil, transfer.Plan{}, err
+	}
+	plan, err := from.resolve(ctx, c, note)
+	if err != nil {
+		listPackagings(stderr, err)
+		c.Close()
+	}
+	return c, plan, err
 }
 
 // socketOff is the value of --socket for a model that nobody attaches to.
@@ -330,183 +326,4 @@ func (f *residentFlags) announce(stdout, stderr io.Writer, url string, s *reside
 	}
 	_, err := fmt.Fprintf(stdout, "%s, on %s\n", text, url)
 	return err
-}
-
-// holding is one model on its way into memory.
-type holding struct {
-	*residentFlags
-	arg    string
-	want   identity.Aggregate // zero: whatever the folder holds
-	target gpuload.Target
-	show   *progress.Show
-	warn   io.Writer
-	remove func() error // of a folder that nobody named; called when the weights are freed
-}
-
-// load finds the folder, or makes it, and holds its weights.
-func (h *holding) load(ctx context.Context) (held resident.Held, err error) {
-	dir := h.arg
-	if !isDir(dir) {
-		if dir, err = h.pull(ctx); err != nil {
-			return held, err
-		}
-	}
-	if dir, err = filepath.Abs(dir); err != nil {
-		return held, err
-	}
-	in, err := folder.Open(dir, folder.Options{})
-	if err != nil {
-		return held, err
-	}
-	for _, w := range in.Warnings {
-		cli.Warn(h.warn, "%s (%s)", w.Message, w.Code)
-	}
-	want, err := h.wanted(in)
-	if err != nil {
-		return held, err
-	}
-	weights, err := h.fill(ctx, in, want)
-	if err != nil {
-		return held, err
-	}
-	return resident.Held{Weights: weights, Path: in.Dir, Config: config(in), At: time.Now()}, nil
-}
-
-// isDir says whether an argument is meant as a folder: it is one, or it is written as a path.
-func isDir(arg string) bool {
-	if info, err := os.Stat(arg); err == nil && info.IsDir() {
-		return true
-	}
-	return strings.HasPrefix(arg, "/") || strings.HasPrefix(arg, "./") || strings.HasPrefix(arg, "../")
-}
-
-// pull makes the folder of a reference or an aggregate.
-func (h *holding) pull(ctx context.Context) (string, error) {
-	s, err := parseSource(h.arg, h.registry, h.repo)
-	if err != nil {
-		return "", cli.Hint(err, "a folder that is not there is written as a path: ./NAME")
-	}
-	c, err := h.Client(s.host, h.show.Note)
-	if err != nil {
-		return "", err
-	}
-	defer c.Close()
-	plan, err := s.resolve(ctx, c, h.show.Note)
-	if err != nil {
-		listPackagings(h.warn, err)
-		return "", err
-	}
-	if len(plan.Base.Shards) == 0 {
-		return "", cli.Exit(cli.CodeBadInput, fmt.Errorf("%s is no base that can be held: %w", plan.Reference(), plan.NoBase))
-	}
-	dir, err := h.place(plan)
-	if err != nil {
-		return "", err
-	}
-	h.want = cmp.Or(h.want, s.aggregate, plan.Base.Aggregate)
-	h.show.Note("pulling " + plan.Reference())
-	kept, err := caching.Open(h.cache, h.show.Note)
-	if err != nil {
-		return "", err
-	}
-	done, err := transfer.Pull(ctx, c, plan, dir, transfer.PullOptions{Cache: kept, Watch: h.show.Watch})
-	return done.Target, explainPlace(err)
-}
-
-// place is the folder to pull to: --dir, else one in the cache of the user, else one that goes with this process.
-func (h *holding) place(plan transfer.Plan) (string, error) {
-	if h.dir != "" {
-		return h.dir, nil
-	}
-	name := plan.Manifest.Hex()
-	cache, err := os.UserCacheDir()
-	if err == nil {
-		dir := filepath.Join(cache, "kiln", "resident")
-		return filepath.Join(dir, name), os.MkdirAll(dir, 0o700)
-	}
-	dir, err := os.MkdirTemp("", "kiln-resident-")
-	h.remove = func() error { return os.RemoveAll(dir) }
-	return filepath.Join(dir, name), err
-}
-
-// wanted says what the shards of a folder must be: what the record of the pull says, if it was pulled.
-func (h *holding) wanted(in *folder.Folder) (gpuload.Want, error) {
-	want := gpuload.Want{Aggregate: h.want}
-	target, err := staging.Target(in.Dir)
-	if err != nil {
-		return want, nil // no record can be beside it
-	}
-	known, err := staging.Known(target)
-	if err != nil || known.Complete == nil {
-		return want, err
-	}
-	want.Aggregate = cmp.Or(want.Aggregate, known.Complete.Aggregate)
-	if m, ok := recorded(*known.Complete, in.Shards); ok {
-		want.Manifest = &m
-	}
-	return want, nil
-}
-
-// recorded returns the manifest of the shards as a record has them, false if it lacks one.
-func recorded(r staging.Record, shards []folder.File) (identity.Manifest, bool) {
-	var found []identity.Shard
-	for _, s := range shards {
-		for _, x := range r.Files {
-			if x.Name == s.Name {
-				found = append(found, identity.Shard{Filename: x.Name, Size: uint64(x.Size), Digest: x.Digest})
-			}
-		}
-	}
-	m, err := identity.New(found)
-	return m, err == nil && len(found) == len(shards)
-}
-
-// fill reads, checks and loads the shards in one pass.
-func (h *holding) fill(ctx context.Context, in *folder.Folder, want gpuload.Want) (_ *gpuload.Resident, err error) {
-	src, err := gpuload.OpenDir(in.Dir, h.direct, h.show.Note)
-	if err != nil {
-		return nil, err
-	}
-	defer func() { err = errors.Join(err, src.Close()) }()
-	sizes := map[string]int64{}
-	var names []string
-	for _, s := range in.Shards {
-		names, sizes[s.Name] = append(names, s.Name), s.Size
-		h.show.Watch(transfer.Event{Step: transfer.Planned, Phase: phaseLoad, File: s.Name, Total: s.Size})
-	}
-	plan, err := gpuload.NewPlan(ctx, src, names, want)
-	if err != nil {
-		return nil, err
-	}
-	chunk := int64(hostmem.Chunk)
-	if _, host := h.target.(*hostmem.Target); h.direct || !host {
-		chunk = gpuload.DefaultChunk // one read for each buffer, and nothing reads ahead; few calls of the device
-	}
-	return gpuload.Load(ctx, plan, src, h.target, gpuload.Options{
-		ChunkBytes:   chunk,
-		MaxBuffer:    h.maxBuffer,
-		VerifyDevice: h.verifyDevice,
-		Notify:       h.show.Note,
-		Progress: func(shard string, done int64) {
-			h.show.Watch(transfer.Event{Step: transfer.Moved, Phase: phaseLoad, File: shard, Bytes: done, Total: sizes[shard]})
-		},
-	})
-}
-
-// config reads the folder's config.json, if it is a regular file.
-func config(in *folder.Folder) resident.Config {
-	for _, o := range in.Others {
-		if o.Name != "config.json" {
-			continue
-		}
-		f, err := os.Open(filepath.Join(in.Dir, o.Name))
-		if err != nil {
-			break
-		}
-		defer f.Close()
-		if b, err := io.ReadAll(io.LimitReader(f, maxConfig)); err == nil {
-			return resident.ParseConfig(b)
-		}
-	}
-	return resident.Config{}
 }
