@@ -254,6 +254,18 @@ int cuCtxSetCurrent(void *ctx) {
   return initialized ? OK : NOT_INITIALIZED;
 }
 
+int cuCtxGetCurrent(void **ctx) {
+  *ctx = current;
+  return initialized ? OK : NOT_INITIALIZED;
+}
+
+// cuCtxSynchronize gives the error of the context only: whoever has streams here waits for them one by one.
+int cuCtxSynchronize(void) {
+  int e;
+  struct context *c = enter(&e);
+  return leave(e ? e : c->error);
+}
+
 int cuMemGetInfo_v2(size_t *free, size_t *total) {
   int e;
   struct context *c = enter(&e);
