@@ -59,10 +59,10 @@ var imports = map[string]string{
 	"gpuload/hostmem":          "gpuload identity; golang.org/x/sys",
 	"gpuload/cuda":             "gpuload; github.com/ebitengine/purego",
 	"gpuload/cuda/fakecuda":    "; github.com/ebitengine/purego",
-	"gpuload/adapters":         "api api/client gpuload identity identity/documents identity/safetensors transfer transfer/artifact transfer/folder transfer/made",
+	"gpuload/adapters":         "api api/client gpuload identity identity/documents identity/safetensors transfer transfer/artifact transfer/folder transfer/made transfer/staging",
 	"gpuload/devicetest":       "gpuload identity identity/safetensors",
 	"gpuload/attach":           "gpuload identity identity/safetensors internal/localsock internal/strictjson; golang.org/x/sys",
-	"gpuload/resident":         "api gpuload gpuload/attach identity internal/localsock internal/strictjson registry/access",
+	"gpuload/resident":         "api gpuload gpuload/adapters gpuload/attach identity internal/localsock internal/strictjson registry/access",
 	"gpuload/resident/metrics": "gpuload/resident; github.com/prometheus/client_golang",
 	"internal/localsock":       "; golang.org/x/sys",
 	"internal/sdnotify":        "",
@@ -70,10 +70,11 @@ var imports = map[string]string{
 
 // anyOurs are the prefixes whose packages may import whatever of ours they wire together; the value lists the modules.
 var anyOurs = map[string]string{
-	"cmd/":           "github.com/spf13/cobra github.com/vbauerster/mpb/v8 go.yaml.in/yaml/v3 golang.org/x/term golang.org/x/sys",
-	"internal/chaos": "golang.org/x/sys",
-	"internal/bench": "golang.org/x/sync golang.org/x/sys",
-	"internal/cli":   "github.com/spf13/cobra github.com/spf13/pflag github.com/vbauerster/mpb/v8 go.yaml.in/yaml/v3 golang.org/x/term",
+	"cmd/":              "github.com/spf13/cobra github.com/vbauerster/mpb/v8 go.yaml.in/yaml/v3 golang.org/x/term golang.org/x/sys",
+	"internal/chaos":    "golang.org/x/sys",
+	"internal/bench":    "golang.org/x/sync golang.org/x/sys",
+	"internal/gpucheck": "github.com/ebitengine/purego golang.org/x/sync golang.org/x/sys",
+	"internal/cli":      "github.com/spf13/cobra github.com/spf13/pflag github.com/vbauerster/mpb/v8 go.yaml.in/yaml/v3 golang.org/x/term",
 }
 
 type pkg struct {

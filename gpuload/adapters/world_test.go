@@ -219,7 +219,7 @@ func data(seed byte, n int) []byte {
 
 // set is a set of adapters of the base, closed when the test ends.
 func (w *world) set(change ...func(*Options)) *Set {
-	o := Options{Base: w.base.Aggregate, Registry: w.host, Dial: w.dial, Source: blobs, Load: gpuload.Options{Reserve: -1},
+	o := Options{Base: w.base.Aggregate, Registry: w.host, Dial: w.dial, Load: gpuload.Options{Reserve: -1},
 		Target: func() (gpuload.Target, error) { w.opens.Add(1); return new(hostmem.Target), nil }}
 	for _, f := range change {
 		f(&o)
@@ -278,43 +278,3 @@ func memory(t *testing.T) (n int64) {
 	}
 	return n
 }
-
-// blobs reads the files of an artifact part by part.
-func blobs(c *client.Client, p transfer.Plan) gpuload.Source { return blobSource{c, p} }
-
-type blobSource struct {
-	c *client.Client
-	p transfer.Plan
-}
-
-func (s blobSource) Open(ctx context.Context, name string) (gpuload.File, error) {
-	for _, f := range s.p.Files {
-		if f.Name == name {
-			return blobFile{ctx, s, f.Digest, f.Size}, nil
-		}
-	}
-	return nil, os.ErrNotExist
-}
-
-type blobFile struct {
-	ctx    context.Context
-	s      blobSource
-	digest identity.Digest
-	size   int64
-}
-
-func (f blobFile) ReadAt(b []byte, off int64) (n int, err error) {
-	want := min(int64(len(b)), f.size-off)
-	r, err := f.s.c.Blob(f.ctx, f.s.p.Repository, f.digest, off, want, f.size)
-	if err != nil {
-		return 0, err
-	}
-	defer r.Close()
-	if n, err = io.ReadFull(r, b[:want]); err == nil && n < len(b) {
-		err = io.EOF
-	}
-	return n, err
-}
-
-func (f blobFile) Stamp() (gpuload.Stamp, error) { return gpuload.Stamp{Size: f.size}, nil }
-func (f blobFile) Close() error                  { return nil }

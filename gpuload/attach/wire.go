@@ -3,6 +3,8 @@ package attach
 import (
 	"fmt"
 	"net/http"
+	"net/url"
+	"time"
 
 	"github.com/kiln-registry/kiln-registry/gpuload"
 	"github.com/kiln-registry/kiln-registry/identity"
@@ -38,6 +40,11 @@ func PathAdapter(a identity.Aggregate, d identity.Digest) string {
 	return PathAdapters(a) + "/" + d.String()
 }
 
+// PathAdapterFile is the path of a document that is kept with an adapter.
+func PathAdapterFile(a identity.Aggregate, d identity.Digest, name string) string {
+	return PathAdapter(a, d) + "/files/" + url.PathEscape(name)
+}
+
 // The codes of Error.
 const (
 	CodeBadRequest = "RESIDENT_BAD_REQUEST"
@@ -53,6 +60,9 @@ const (
 	CodeAdapterUnknown   = "ADAPTER_UNKNOWN"
 	CodeAdapterOtherBase = "ADAPTER_OTHER_BASE"
 	CodeAdapterInUse     = "ADAPTER_IN_USE"
+	CodeAdapterAmbiguous = "ADAPTER_AMBIGUOUS"
+	CodeAdapterRefused   = "ADAPTER_REFUSED"
+	CodeAdapterRegistry  = "ADAPTER_REGISTRY"
 )
 
 var statuses = map[string]int{
@@ -62,6 +72,8 @@ var statuses = map[string]int{
 	CodeDraining: http.StatusServiceUnavailable, CodeBusy: http.StatusServiceUnavailable,
 	CodeNoMemory: http.StatusInsufficientStorage, CodeAdapterUnknown: http.StatusNotFound,
 	CodeAdapterOtherBase: http.StatusConflict, CodeAdapterInUse: http.StatusConflict,
+	CodeAdapterAmbiguous: http.StatusConflict, CodeAdapterRefused: http.StatusUnprocessableEntity,
+	CodeAdapterRegistry: http.StatusBadGateway,
 }
 
 // Error is a request that the holder refused, and its body on the wire.
@@ -112,8 +124,20 @@ type Status struct {
 // LoadedAdapter is one adapter on the base.
 type LoadedAdapter struct {
 	Adapter
-	Bytes  int64 `json:"size_bytes"`
-	Leases int   `json:"leases"`
+	From     string        `json:"from"`      // the reference or the folder that it was loaded from
+	Evidence string        `json:"evidence"`  // what says that it is of the base: document or asserted
+	StatedAt string        `json:"stated_at"` // where that stands
+	Bytes    int64         `json:"size_bytes"`
+	Files    []AdapterFile `json:"files"` // that are kept beside the weights
+	Leases   int           `json:"leases"`
+	Loaded   time.Time     `json:"loaded_at"`
+}
+
+// AdapterFile is a document of an adapter.
+type AdapterFile struct {
+	Name   string          `json:"name"`
+	Size   int64           `json:"size_bytes"`
+	Digest identity.Digest `json:"sha256"`
 }
 
 // Audited is an audit that found every byte as it was published.

@@ -2,6 +2,7 @@ package resident
 
 import (
 	"bytes"
+	"cmp"
 	"encoding/json"
 	"errors"
 	"net/http"
@@ -191,6 +192,9 @@ func (s *Server) modelState(r *http.Request) (int, any) {
 		if h.Weights != nil {
 			body.Resident.Damaged, body.Resident.Leases = s.damaged.Load() != nil, s.leases.count()
 			body.Resident.Generation = h.generation()
+			for _, a := range h.adapters() {
+				body.Adapters.Loaded = append(body.Adapters.Loaded, cmp.Or(a.Name, a.Digest.String()))
+			}
 		}
 	}
 	return http.StatusOK, body

@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"github.com/kiln-registry/kiln-registry/gpuload"
+	"github.com/kiln-registry/kiln-registry/gpuload/adapters"
 	"github.com/kiln-registry/kiln-registry/gpuload/attach"
 	"github.com/kiln-registry/kiln-registry/internal/localsock"
 	"github.com/kiln-registry/kiln-registry/registry/access"
@@ -67,11 +68,12 @@ type Server struct {
 
 // Held is what was loaded.
 type Held struct {
-	Weights *gpuload.Resident // nil for a synthetic model
-	Path    string            // of the model's folder; empty: none
-	Config  Config            // from the folder's config.json
-	At      time.Time         // when the last byte was checked
-	Socket  string            // path of the socket on which others attach; set by Run, empty: there is none
+	Weights  *gpuload.Resident // nil for a synthetic model
+	Adapters *adapters.Set     // on these weights; nil: none are taken. Freed with them
+	Path     string            // of the model's folder; empty: none
+	Config   Config            // from the folder's config.json
+	At       time.Time         // when the last byte was checked
+	Socket   string            // path of the socket on which others attach; set by Run, empty: there is none
 
 	base attachable
 }
@@ -181,10 +183,10 @@ func (r *running) end(ctx context.Context, h *Held) (err error) {
 	r.cut(gpuload.ErrState)
 	ctx, cancel := context.WithTimeout(ctx, r.Drain)
 	defer cancel()
+	err = r.leases.drain(ctx)
 	if h.Weights != nil {
-		err = errors.Join(h.closeAdapters(ctx), h.Weights.Close(ctx))
+		err = errors.Join(err, h.closeAdapters(ctx), h.Weights.Close(ctx))
 	}
-	r.leases.end()
 	for _, server := range r.servers {
 		if e := server.Shutdown(ctx); e != nil && !errors.Is(e, net.ErrClosed) {
 			err = errors.Join(err, fmt.Errorf("requests were cut off: %w", e), server.Close())
