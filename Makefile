@@ -9,7 +9,7 @@ export KILN_TEST_S3 := $(S3)
 BINARIES := .bin/kiln-registry .bin/kiln-push .bin/kiln-pull
 PINS     := internal/tools/go.mod internal/tools/go.sum
 
-.PHONY: all build demo test check generate conformance fuzz interop chaos bench bench-doc device docs clean $(BINARIES)
+.PHONY: all build demo test check generate conformance fuzz interop chaos bench bench-doc device gpu-check docs clean $(BINARIES)
 
 all: build
 
@@ -60,6 +60,9 @@ bench-doc: ## what make bench FULL=1 measured last, put into doc/performance.md
 
 device: ## loading into memory: the fault matrix under the race detector, then mutants of the code
 	scripts/device.sh
+
+gpu-check: ## on a machine with a GPU, in at most 5 minutes: what the device, the driver and loads do there, as a table
+	scripts/gpu-check.sh
 
 docs: ## runs every sh block of README.md and doc/ in a fresh copy of the checkout
 	scripts/docs.sh
