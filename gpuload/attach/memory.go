@@ -61,18 +61,19 @@ func newStream(conn *net.UnixConn) *stream {
 // Read implements io.Reader.
 func (d *descriptors) Read(b []byte) (int, error) {
 	n, m, flags, _, err := d.conn.ReadMsgUnix(b, d.room)
+	if errors.Is(err, io.EOF) {
+		return 0, io.EOF
+	}
+	if err == nil {
+		err = d.keep(d.room[:m])
+	}
+	if err == nil && flags&unix.MSG_CTRUNC != 0 {
+		err = errors.New("descriptors that were sent did not arrive: this process may have no more (ulimit -n)")
+	}
 	if err != nil {
 		return 0, err
 	}
-	err = d.keep(d.room[:m])
-	switch {
-	case err != nil:
-	case flags&unix.MSG_CTRUNC != 0:
-		err = errors.New("descriptors that were sent did not arrive: this process may have no more (ulimit -n)")
-	case n == 0 && len(b) > 0:
-		err = io.EOF
-	}
-	return n, err
+	return n, nil
 }
 
 func (d *descriptors) keep(control []byte) error {

@@ -2,6 +2,7 @@ package resident
 
 import (
 	"bufio"
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -81,14 +82,30 @@ func (l *leases) refuse() {
 	l.closed = true
 }
 
-// end cuts off those that are left, and waits until they have ended.
-func (l *leases) end() {
+// drain waits until all have ended, and cuts off those that are left when ctx ends, which is an error: their memory is
+// about to go.
+func (l *leases) drain(ctx context.Context) error {
+	ended := make(chan struct{})
+	go func() {
+		l.ended.Wait()
+		close(ended)
+	}()
+	select {
+	case <-ended:
+		return nil
+	case <-ctx.Done():
+	}
 	l.mu.Lock()
+	n := len(l.open)
 	for s := range l.open {
 		s.conn.Close()
 	}
 	l.mu.Unlock()
-	l.ended.Wait()
+	<-ended
+	if n == 0 {
+		return nil
+	}
+	return fmt.Errorf("drain: %d leases were cut off: %w", n, context.Cause(ctx))
 }
 
 // stream is one attachment.

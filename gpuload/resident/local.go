@@ -110,9 +110,12 @@ func (s *Server) status(w http.ResponseWriter, _ *http.Request, h *Held) error {
 
 // Status says what h is and what became of it.
 func (s *Server) Status(h *Held) attach.Status {
-	d := h.base.document
+	d, state := h.base.document, h.Weights.State()
+	if s.ending.Load() && state == gpuload.Published {
+		state = gpuload.Draining // of leases, which come first
+	}
 	return attach.Status{
-		Aggregate: d.Aggregate, Model: s.Model, Backend: s.Backend, State: h.Weights.State(), Damaged: s.damaged.Load() != nil,
+		Aggregate: d.Aggregate, Model: s.Model, Backend: s.Backend, State: state, Damaged: s.damaged.Load() != nil,
 		Shards: len(d.Shards), Tensors: len(d.Tensors), Bytes: d.Verification.Bytes, Devices: d.Devices,
 		Leases: s.leases.count(), Generation: h.generation(), Adapters: h.adapters(), Process: os.Getpid(),
 	}
