@@ -9,10 +9,9 @@ import (
 	"io"
 	"runtime"
 	"slices"
+	"sync"
 	"sync/atomic"
 	"time"
-
-	"golang.org/x/sync/errgroup"
 
 	"github.com/kiln-registry/kiln-registry/gpuload"
 	"github.com/kiln-registry/kiln-registry/gpuload/attach"
@@ -96,30 +95,38 @@ func opened(at *attach.Attachment) (all []block, err error) {
 	return all, nil
 }
 
-// prove hashes every block with the header of its shard, and returns how many bytes that were.
+// prove hashes every block with the header of its shard, on all processors, and returns how many bytes that were. It ends
+// with the first error.
 func (f *flags) prove(ctx context.Context, at *attach.Attachment, blocks []block) (int64, error) {
-	var total atomic.Int64
-	g, ctx := errgroup.WithContext(ctx)
-	g.SetLimit(runtime.GOMAXPROCS(0))
-	for _, b := range blocks {
-		g.Go(func() error {
-			s := at.Document.Shards[b.shard]
-			head, err := f.client().Header(ctx, at.Document.Aggregate, s.Digest)
-			if err == nil {
-				err = tensors(at.Document, b.shard, head)
+	ctx, stop := context.WithCancelCause(ctx)
+	defer stop(nil)
+	var next, total atomic.Int64
+	var work sync.WaitGroup
+	for range min(runtime.GOMAXPROCS(0), len(blocks)) {
+		work.Go(func() {
+			for i := next.Add(1) - 1; i < int64(len(blocks)) && ctx.Err() == nil; i = next.Add(1) - 1 {
+				s := at.Document.Shards[blocks[i].shard]
+				if err := f.proveBlock(ctx, at.Document, blocks[i]); err != nil {
+					stop(fmt.Errorf("shard %s: %w", s.Name, err))
+				}
+				total.Add(s.Size)
 			}
-			if err == nil {
-				err = hash(ctx, s, head, b)
-			}
-			if err != nil {
-				return fmt.Errorf("shard %s: %w", s.Name, err)
-			}
-			total.Add(s.Size)
-			return nil
 		})
 	}
-	err := g.Wait()
-	return total.Load(), err
+	work.Wait()
+	return total.Load(), context.Cause(ctx)
+}
+
+func (f *flags) proveBlock(ctx context.Context, d attach.Document, b block) error {
+	s := d.Shards[b.shard]
+	head, err := f.client().Header(ctx, d.Aggregate, s.Digest)
+	if err == nil {
+		err = tensors(d, b.shard, head)
+	}
+	if err == nil {
+		err = hash(ctx, s, head, b)
+	}
+	return err
 }
 
 // tensors compares what the document says of a shard with what its header says.
