@@ -55,7 +55,7 @@ var imports = map[string]string{
 	"transfer/folder":          "api identity identity/documents identity/safetensors internal/durable transfer/hashing transfer/staging; golang.org/x/sys",
 	"transfer/hashing":         "identity/lanes; golang.org/x/sys",
 	"transfer/staging":         "identity identity/lanes internal/durable transfer/hashing; golang.org/x/sys",
-	"gpuload":                  "identity identity/safetensors api; golang.org/x/sync golang.org/x/sys",
+	"gpuload":                  "identity identity/lanes identity/safetensors api; golang.org/x/sync golang.org/x/sys",
 	"gpuload/hostmem":          "gpuload identity; golang.org/x/sys",
 	"gpuload/cuda":             "gpuload; github.com/ebitengine/purego",
 	"gpuload/cuda/fakecuda":    "; github.com/ebitengine/purego",

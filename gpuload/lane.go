@@ -5,9 +5,11 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"slices"
 	"time"
 
 	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/identity/lanes"
 	"golang.org/x/sync/errgroup"
 )
 
@@ -143,11 +145,7 @@ func (l *loader) hashAll(ctx context.Context, i int, filled <-chan chunk) error 
 	l.progress(s.Name, s.Data)
 	for c := range filled {
 		start := time.Now()
-		for rest := c.data; len(rest) > 0; {
-			n := min(len(rest), hashPiece)
-			h.Write(rest[:n])
-			rest = rest[n:]
-		}
+		hash(&l.pool, h, c.data)
 		l.hash.since(start)
 		l.progress(s.Name, c.off+int64(len(c.data)))
 		c.buf.release()
@@ -157,6 +155,13 @@ func (l *loader) hashAll(ctx context.Context, i int, filled <-chan chunk) error 
 	}
 	l.seen[i] = identity.DigestOf(h)
 	return nil
+}
+
+// hash writes b to h in pieces, which are hashed together with those of other streams where every core is busy.
+func hash(p *lanes.Pool, h identity.Hash, b []byte) {
+	for part := range slices.Chunk(b, hashPiece) {
+		p.Write(h, part)
+	}
 }
 
 func (l *loader) progress(shard string, done int64) {

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/identity/lanes"
 	"golang.org/x/sync/errgroup"
 )
 
@@ -20,6 +21,7 @@ type loader struct {
 	o      Options
 
 	blocks blocks
+	pool   lanes.Pool        // hashes
 	seen   []identity.Digest // of each shard, once its last byte was hashed
 	read   clock
 	hash   clock

@@ -9,6 +9,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/identity/lanes"
 )
 
 // blocks are the blocks of each shard of a plan, one for each device that has it.
@@ -31,6 +32,7 @@ func (b blocks) readBack(ctx context.Context, t Target, p Plan, want []identity.
 		return 0, fmt.Errorf("read the weights back: this target can't: %w", errors.ErrUnsupported)
 	}
 	var next, read atomic.Int64
+	var pool lanes.Pool
 	g, ctx := errgroup.WithContext(ctx)
 	for _, ring := range s.rings {
 		g.Go(func() error {
@@ -38,7 +40,7 @@ func (b blocks) readBack(ctx context.Context, t Target, p Plan, want []identity.
 			defer func() { ring <- buf }()
 			for i := next.Add(1) - 1; i < int64(len(b)); i = next.Add(1) - 1 {
 				for _, block := range b[i] {
-					if err := p.Shards[i].reread(ctx, r, block, want[i], buf.data); err != nil {
+					if err := p.Shards[i].reread(ctx, r, block, want[i], buf.data, &pool); err != nil {
 						return err
 					}
 					read.Add(p.Shards[i].Size - p.Shards[i].Data)
@@ -52,7 +54,9 @@ func (b blocks) readBack(ctx context.Context, t Target, p Plan, want []identity.
 }
 
 // reread hashes the shard anew, its data from block b through buf.
-func (s Shard) reread(ctx context.Context, r Reader, b Block, want identity.Digest, buf []byte) error {
+func (s Shard) reread(
+	ctx context.Context, r Reader, b Block, want identity.Digest, buf []byte, pool *lanes.Pool,
+) error {
 	h := identity.NewHash()
 	if err := h.UnmarshalBinary(s.hashed); err != nil {
 		return fmt.Errorf("hash shard %s: %w", s.Name, err)
@@ -65,7 +69,7 @@ func (s Shard) reread(ctx context.Context, r Reader, b Block, want identity.Dige
 		if err := r.ReadBack(ctx, b, off-s.Data, part); err != nil {
 			return &Error{Shard: s.Name, Offset: off, Err: deviceError(err)}
 		}
-		h.Write(part)
+		hash(pool, h, part)
 		off += int64(len(part))
 	}
 	if got := identity.DigestOf(h); got != want {

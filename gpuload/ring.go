@@ -3,14 +3,14 @@ package gpuload
 import (
 	"errors"
 	"fmt"
-	"runtime"
 	"sync/atomic"
 
 	"golang.org/x/sys/unix"
 )
 
 // Sizes of the buffers. A copy to a device costs a few microseconds of calls, so its buffer is large; a hash works on
-// pieces that stay in a core's cache.
+// pieces that stay in a core's cache. There are lanes also where cores are few: streams that share a core are hashed in
+// less time than one after the other.
 const (
 	DefaultChunk     = 16 << 20
 	DefaultRing      = 3
@@ -27,7 +27,7 @@ const (
 type Options struct {
 	ChunkBytes int64 // bytes of one buffer, rounded up to 4096; 0: DefaultChunk
 	Ring       int   // buffers of one lane; 0: DefaultRing
-	Lanes      int   // shards in work at once; 0: DefaultLanes or the number of CPUs, the smaller
+	Lanes      int   // shards in work at once; 0: DefaultLanes
 	MaxBuffer  int64 // limit on Lanes × Ring × ChunkBytes, pinned or not, kept by smaller ones; 0: DefaultMaxBuffer
 	Reserve    int64 // device memory to leave free; 0: DefaultReserve, negative: none
 
@@ -51,7 +51,7 @@ func (o Options) shaped(p Plan) (Options, error) {
 	}
 	o.MaxBuffer = orDefault(o.MaxBuffer, DefaultMaxBuffer)
 	o.ChunkBytes = roundUp(min(orDefault(o.ChunkBytes, DefaultChunk), largest+directAlign), pageSize)
-	o.Lanes = min(orDefault(o.Lanes, min(DefaultLanes, runtime.GOMAXPROCS(0))), len(p.Shards))
+	o.Lanes = min(orDefault(o.Lanes, DefaultLanes), len(p.Shards))
 	o.Ring = orDefault(o.Ring, DefaultRing)
 	if chunks := (largest + o.ChunkBytes - 1) / o.ChunkBytes; chunks < int64(o.Ring) {
 		o.Ring = int(chunks)
