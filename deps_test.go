@@ -60,6 +60,7 @@ var imports = map[string]string{
 	"gpuload/cuda":             "gpuload; github.com/ebitengine/purego",
 	"gpuload/cuda/fakecuda":    "; github.com/ebitengine/purego",
 	"gpuload/adapters":         "api api/client gpuload identity identity/documents identity/safetensors transfer transfer/artifact transfer/folder transfer/made transfer/staging",
+	"gpuload/remote":           "api/client gpuload identity",
 	"gpuload/devicetest":       "gpuload identity identity/safetensors",
 	"gpuload/attach":           "gpuload identity identity/safetensors internal/localsock internal/strictjson; golang.org/x/sys",
 	"gpuload/resident":         "api gpuload gpuload/adapters gpuload/attach identity internal/localsock internal/strictjson registry/access",
