@@ -470,6 +470,10 @@ func TestStatsLine(t *testing.T) {
 	if line != want {
 		t.Errorf("%q, want %q", line, want)
 	}
+	line = gpuload.Stats{Elapsed: 2e9, Read: 2e9, Lanes: 1, Stage: "network"}.String()
+	if want := "limit: network (busy: network 100%,"; !strings.Contains(line, want) {
+		t.Errorf("%q lacks %q", line, want)
+	}
 	line = gpuload.Stats{Bytes: 3e9, Elapsed: 2e9, Hash: 1e9, Disk: 3e9, Lanes: 2}.String()
 	if want := "limit: disk (busy: read 0%, hash 25%, copy 0%, disk 75%)"; !strings.Contains(line, want) {
 		t.Errorf("%q, want %q", line, want)

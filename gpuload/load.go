@@ -1,6 +1,7 @@
 package gpuload
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -84,8 +85,12 @@ func load(ctx context.Context, p Plan, src Source, t Target, o Options) (_ *Resi
 }
 
 func (l *loader) stats(m identity.Manifest, start time.Time) Stats {
+	stage := ""
+	if named, ok := l.src.(interface{ Stage() string }); ok {
+		stage = named.Stage()
+	}
 	return Stats{
-		Bytes: int64(m.TotalSize), Elapsed: time.Since(start),
+		Bytes: int64(m.TotalSize), Elapsed: time.Since(start), Stage: stage,
 		Read: l.read.total(), Hash: l.hash.total(), Copy: l.copy.total(), Disk: l.kept(),
 		ReadBack: l.back, Lanes: l.o.Lanes, Buffer: l.o.buffer(),
 	}
@@ -198,7 +203,8 @@ type Stats struct {
 	Disk             time.Duration // 0: nothing was kept
 	ReadBack         int64         // bytes that were read back from the device and hashed again
 	Lanes            int
-	Buffer           int64 // bytes of buffers
+	Buffer           int64  // bytes of buffers
+	Stage            string // what reading is called, as the Stage() string of a Source says; empty: read
 }
 
 // String is one line for people: how much, how fast, which stage was the limit, and how busy each was.
@@ -206,7 +212,7 @@ func (s Stats) String() string {
 	stages := []struct {
 		name string
 		busy time.Duration
-	}{{"read", s.Read}, {"hash", s.Hash}, {"copy", s.Copy}, {"disk", s.Disk}}
+	}{{cmp.Or(s.Stage, "read"), s.Read}, {"hash", s.Hash}, {"copy", s.Copy}, {"disk", s.Disk}}
 	if s.Disk == 0 {
 		stages = stages[:3]
 	}
