@@ -169,6 +169,7 @@ func (b *bench) all() []table {
 		{"onepass", loading, l.OnePass},
 		{"loaders", loading, l.Peers},
 		{"buffers", loading, l.Memory},
+		{"attach", loading, l.Attach},
 	}
 }
 

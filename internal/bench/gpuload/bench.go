@@ -47,14 +47,15 @@ const deviceRate = 25e9
 
 // loaded is what program load says.
 type loaded struct {
-	Wall      float64 `json:"wall"`
-	CPU       float64 `json:"cpu"`
-	Bytes     int64   `json:"bytes"`
-	Buffer    int64   `json:"buffer"`
-	Lanes     int     `json:"lanes"`
-	Pinned    int64   `json:"pinned"`
-	Anonymous float64 `json:"anonymous"` // MiB
-	Aggregate string  `json:"aggregate"`
+	Wall      float64  `json:"wall"`
+	CPU       float64  `json:"cpu"`
+	Bytes     int64    `json:"bytes"`
+	Buffer    int64    `json:"buffer"`
+	Lanes     int      `json:"lanes"`
+	Pinned    int64    `json:"pinned"`
+	Anonymous float64  `json:"anonymous"` // MiB
+	Aggregate string   `json:"aggregate"`
+	Files     []string `json:"files"`
 }
 
 // run is one load by a program.

@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/kiln-registry/kiln-registry/identity"
+	"github.com/kiln-registry/kiln-registry/internal/bench/report"
 	"github.com/kiln-registry/kiln-registry/internal/testenv"
 )
 
@@ -21,7 +22,13 @@ const testSize = 4 << 20 // of a shard
 // newBench has what the tables have, with small shards.
 func newBench(t *testing.T) (*Bench, string) {
 	t.Helper()
-	b := &Bench{Tools: filepath.Join(testenv.Root(t), ".tools"), Dir: t.TempDir(), Size: testSize, Rounds: 1}
+	bin := t.TempDir()
+	if out, err := exec.Command("go", "build", "-o", bin, "../../../cmd/kiln-pull").CombinedOutput(); err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+	b := &Bench{
+		Bin: bin, Tools: filepath.Join(testenv.Root(t), ".tools"), Dir: t.TempDir(), Size: testSize, Rounds: 1,
+	}
 	b.Model = func(ctx context.Context, shards int, size int64) (string, error) {
 		dir := filepath.Join(t.TempDir(), "model")
 		cmd := exec.CommandContext(ctx, "go", "run", "../../testmodel", "-shards", "4", "-size", "16MiB", dir)
@@ -105,21 +112,21 @@ func TestEdits(t *testing.T) {
 	}
 }
 
-// TestTables: every table has rows, of which each says what it is about.
+// TestTables: every table has rows.
 func TestTables(t *testing.T) {
 	b, _ := newBench(t)
-	for name, table := range map[string]struct {
-		rows func(context.Context) (int, error)
-	}{
-		"tax":     {func(ctx context.Context) (int, error) { r, err := b.Tax(ctx); return len(r), err }},
-		"onepass": {func(ctx context.Context) (int, error) { r, err := b.OnePass(ctx); return len(r), err }},
-		"buffers": {func(ctx context.Context) (int, error) { r, err := b.Memory(ctx); return len(r), err }},
-		"loaders": {func(ctx context.Context) (int, error) { r, err := b.Peers(ctx); return len(r), err }},
+	for name, rows := range map[string]func(context.Context) ([]report.Row, error){
+		"tax": b.Tax, "onepass": b.OnePass, "buffers": b.Memory, "attach": b.Attach, "loaders": b.Peers,
 	} {
 		t.Run(name, func(t *testing.T) {
-			n, err := table.rows(t.Context())
-			if err != nil || n == 0 && name != "loaders" {
-				t.Errorf("%d rows, %v", n, err)
+			all, err := rows(t.Context())
+			if err != nil || len(all) == 0 && name != "loaders" { // the loaders of others need not be installed
+				t.Errorf("%d rows, %v", len(all), err)
+			}
+			for _, r := range all {
+				if r.What == "" || r.Notes == "" || r.Value < 0 {
+					t.Errorf("%+v", r)
+				}
 			}
 		})
 	}

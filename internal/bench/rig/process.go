@@ -115,6 +115,12 @@ func (s *Server) end(signal syscall.Signal) {
 // PID is the number of the process.
 func (s *Server) PID() int { return s.cmd.Process.Pid }
 
+// CPU returns the processor seconds that the server has used so far, in steps of 10 ms.
+func (s *Server) CPU() (float64, error) {
+	used, err := s.cpu()
+	return used.Seconds(), err
+}
+
 // cpu returns the user and system time that the process has used so far, in steps of 10 ms.
 func (s *Server) cpu() (time.Duration, error) {
 	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", s.PID()))

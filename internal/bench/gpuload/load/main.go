@@ -1,5 +1,5 @@
-// Command load loads the shards of a folder once and says in JSON what that took. Package gpuload of bench builds it
-// twice: as it is, and with a copy of the loader that hashes nothing.
+// Command load loads the shards of a folder once, or attaches to what another process holds, and says in JSON what that
+// took. Package gpuload of bench builds it twice: as it is, and with a copy of the loader that hashes nothing.
 package main
 
 import (
@@ -32,6 +32,8 @@ type Result struct {
 	Anonymous float64 `json:"anonymous"` // the most that was seen, in MiB; 0 without -peak
 	Aggregate string  `json:"aggregate"`
 	Line      string  `json:"line"`
+
+	Files []string `json:"files,omitempty"` // of -attach: the inodes of the memory that is mapped
 }
 
 func main() {
@@ -62,11 +64,15 @@ func run(ctx context.Context, args []string) (r Result, err error) {
 	fs.IntVar(&l.options.Lanes, "lanes", 0, "shards in work at once; 0: the default")
 	fs.Int64Var(&l.options.ChunkBytes, "chunk", 0, "bytes of a buffer; 0: what kiln-pull takes")
 	peak := fs.Bool("peak", false, "watch the memory")
+	socket := fs.String("socket", "", "load nothing: attach here to the AGGREGATE that is named in place of the folder")
 	if err := fs.Parse(args); err != nil {
 		return r, err
 	}
 	if fs.NArg() != 1 {
 		return r, errors.New("want one folder")
+	}
+	if *socket != "" {
+		return attached(ctx, *socket, fs.Arg(0))
 	}
 	l.dir = fs.Arg(0)
 	if l.options.ChunkBytes == 0 && l.target != cuda.Backend && !l.direct {
