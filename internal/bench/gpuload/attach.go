@@ -25,8 +25,8 @@ const (
 	attaching = "attach"
 )
 
-// Attach measures how long it takes to use what kiln-pull resident holds in host memory, beside the load of it, and what
-// memory that takes.
+// Attach measures how long it takes to use what kiln-pull resident holds in host memory, beside the load of it, and
+// what memory that takes.
 func (b *Bench) Attach(ctx context.Context) ([]report.Row, error) {
 	if err := b.build(ctx); err != nil {
 		return nil, err
@@ -58,8 +58,8 @@ func (b *Bench) Attach(ctx context.Context) ([]report.Row, error) {
 			fmt.Sprintf("attach %.3g ms, load %.3g cpu-s", 1e3*rs.CPU(attaching).Median, rs.CPU(loading).Median)),
 		report.Row{
 			What: "bytes of weights that an attach takes", Value: extra,
-			Notes: fmt.Sprintf("mapped files that are not those of the holder; with every page touched the process has %.1f MiB "+
-				"of anonymous memory more than before", anonymous),
+			Notes: fmt.Sprintf("mapped files that are not those of the holder; with every page touched the process has "+
+				"%.1f MiB of anonymous memory more than before", anonymous),
 		}.AtMost(0),
 	}, nil
 }

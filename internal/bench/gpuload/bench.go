@@ -91,7 +91,7 @@ func (b *Bench) load(ctx context.Context, dir string, r run) (l loaded, err erro
 func (b *Bench) side(ctx context.Context, name, dir string, r run) rig.Side {
 	return rig.Side{Name: name, Work: func(int) (rig.Cost, error) {
 		l, err := b.load(ctx, dir, r)
-		return rig.Cost{CPU: l.CPU, Wall: l.Wall}, err
+		return rig.Cost{CPU: l.CPU, Wall: l.Wall, Said: fmt.Sprintf("%d lanes", l.Lanes)}, err
 	}}
 }
 

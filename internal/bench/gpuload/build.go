@@ -50,8 +50,8 @@ func replace(root, to string, edits []edit) (string, error) {
 			return "", err
 		}
 		if n := strings.Count(string(text), e.old); n != 1 {
-			return "", fmt.Errorf("%s has %q %d times, not once: say anew in internal/bench/gpuload how it hashes", e.file, e.old,
-				n)
+			return "", fmt.Errorf("%s has %q %d times, not once: say anew in internal/bench/gpuload how it hashes", e.file,
+				e.old, n)
 		}
 		replaced[path] = fmt.Sprintf("%s.%d.go", to, i)
 		changed := strings.Replace(string(text), e.old, e.new, 1)

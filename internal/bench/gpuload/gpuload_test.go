@@ -67,8 +67,8 @@ func aggregate(t *testing.T, dir string) string {
 	return m.Aggregate.String()
 }
 
-// TestPrograms: one program hashes every byte and the other none of the data, both read all of it, and a source gives no
-// more than it is said to.
+// TestPrograms: one program hashes every byte and the other none of the data, both read all of it, and a source gives
+// no more than it is said to.
 func TestPrograms(t *testing.T) {
 	b, dir := newBench(t)
 	want := aggregate(t, dir)

@@ -51,8 +51,8 @@ func (b *Bench) Tax(ctx context.Context) ([]report.Row, error) {
 			if err != nil {
 				return nil, err
 			}
-			what := fmt.Sprintf("to %s, from the page cache, %d of %d cores: wall", to.name, cores, runtime.NumCPU())
-			rows = append(rows, row(what, rs.WallRatio(with, without), b.perGB(rs.CPU, "cpu-s", with, without),
+			what := fmt.Sprintf("to %s, from the page cache, %d of %d cores: the same", to.name, cores, runtime.NumCPU())
+			rows = append(rows, row(what, rs.WallRatio(with, without), rs[0][with].Said, b.perGB(rs.CPU, "cpu-s", with, without),
 				b.perGB(rs.Wall, "s", with, without)))
 		}
 	}
