@@ -90,6 +90,10 @@ type PullOptions struct {
 	Cache   *cache.Cache // where files are looked for first, and what is received is kept; nil: nowhere
 	Watch   Watch
 	Staging staging.Options // its Notify is set from Watch if it is nil
+
+	// Bring, if set, is told once which files are missing, and may bring any of them into the area: see
+	// staging.Area.Bring. Those that the area then has are not fetched. An error ends the pull.
+	Bring func(ctx context.Context, missing []staging.File, to *staging.Area) error
 }
 
 // Pulled is what a pull did.
@@ -435,15 +439,43 @@ func (p *pull) fetch(ctx context.Context, have map[identity.Digest]bool) error {
 	if err := p.available(ctx, files); err != nil {
 		return err
 	}
+	if files, err = p.bring(ctx, files); err != nil {
+		return err
+	}
 	done, err := fetch.Files(ctx, p.area, fetch.Source{Client: p.c, Repo: p.plan.Repository}, files, fetch.Options{
 		Jobs: p.o.Jobs, Rate: p.o.Rate, Mirrors: p.mirrors(), Watch: received{p.o.Watch},
 	})
-	p.done.Received, p.done.Resumed, p.done.Adopted = done.Received, done.Resumed, done.Adopted
+	p.done.Received += done.Received
+	p.done.Resumed, p.done.Adopted = done.Resumed, done.Adopted
 	var failed *FetchError
 	if errors.As(err, &failed) {
 		failed.Total = len(p.plan.Files)
 	}
 	return err
+}
+
+// bring has the caller bring what it likes of the files, and returns the others.
+func (p *pull) bring(ctx context.Context, files []fetch.File) ([]fetch.File, error) {
+	if p.o.Bring == nil || len(files) == 0 {
+		return files, nil
+	}
+	var missing []staging.File
+	for _, f := range files {
+		missing = append(missing, f.File)
+	}
+	if err := p.o.Bring(ctx, missing, p.area); err != nil {
+		return nil, err
+	}
+	return slices.DeleteFunc(files, func(f fetch.File) bool {
+		if !p.area.Has(f.Digest) {
+			return false
+		}
+		p.done.Received += f.Size
+		if states := Midstates(ctx, p.c, f.File); states != nil {
+			p.area.KeepMidstates(states)
+		}
+		return true
+	}), nil
 }
 
 // room checks that the disk has it: that of the target, and that of the cache.

@@ -63,7 +63,7 @@ func (o Options) notify(s string) {
 	}
 }
 
-// Area is the place of one pull. Partial files of different digests may be used concurrently; all else is done by one
+// Area is the place of one pull. Partial files of different digests may be used concurrently, and Has; all else is done by one
 // goroutine.
 type Area struct {
 	target string
@@ -362,6 +362,13 @@ func (a *Area) verify(d identity.Digest) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	a.verified[d] = true
+}
+
+// Has says whether the file with a digest is there, whole and right.
+func (a *Area) Has(d identity.Digest) bool {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return a.verified[d]
 }
 
 // Held returns nil as long as no other pull has taken the area over, else ErrLost.

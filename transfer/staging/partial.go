@@ -24,6 +24,7 @@ type Partial struct {
 	file   *durable.File
 	state  *durable.File
 	hash   identity.Hash
+	others bool   // hash it: its points have no hash
 	coming coming // to hash
 	off    int64
 	behind []span     // that passed in segments, and Take did not come to
@@ -45,10 +46,13 @@ func (a *Area) Partial(d identity.Digest, size int64) (*Partial, error) {
 
 func (p *Partial) open() (err error) {
 	pt := bestPoint(p.path, p.size, p.area.boot)
-	if pt.Offset > 0 {
+	p.behind = bestSegments(p.path, p.size, p.area.boot).spans()
+	switch {
+	case pt.Offset > 0 && pt.Hash == nil: // others hashed it: see Brought
+		pt, p.behind = point{}, []span{{0, pt.Offset}}
+	case pt.Offset > 0:
 		err = p.hash.UnmarshalBinary(pt.Hash)
 	}
-	p.behind = bestSegments(p.path, p.size, p.area.boot).spans()
 	switch {
 	case err != nil, pt.Offset == 0, len(p.behind) > 0 && p.behind[0].off == 0 && p.behind[0].end > pt.Offset:
 		pt = point{}
@@ -139,7 +143,9 @@ func (p *Partial) Put(b []byte) (n int, err error) {
 		return 0, fmt.Errorf("more than the %d bytes that it shall have", p.size)
 	}
 	n, err = p.file.WriteAt(b, p.off)
-	p.coming.write(p.hash, b[:n])
+	if !p.others {
+		p.coming.write(p.hash, b[:n])
+	}
 	p.off += int64(n)
 	if err == nil && p.off-p.saved >= saveEvery {
 		err = p.save()
@@ -154,12 +160,16 @@ func (p *Partial) Put(b []byte) (n int, err error) {
 func (p *Partial) Flush() { p.coming.flush() }
 
 func (p *Partial) point() ([]byte, error) {
+	pt := point{p.size, p.off, p.area.boot, nil}
+	if p.others {
+		return pt.encode()
+	}
 	p.Flush()
-	h, err := p.hash.MarshalBinary()
-	if err != nil {
+	var err error
+	if pt.Hash, err = p.hash.MarshalBinary(); err != nil {
 		return nil, err
 	}
-	return point{p.size, p.off, p.area.boot, h}.encode()
+	return pt.encode()
 }
 
 // save keeps a point that is good as long as the machine runs: it is not worth a sync.
@@ -223,8 +233,17 @@ func (p *Partial) wait() error {
 // Finish syncs the file and returns the digest of all its bytes, which its area can publish if it is the digest that the
 // file shall have. It is called at Offset = size.
 func (p *Partial) Finish() (identity.Digest, error) {
+	if err := p.settle(); err != nil {
+		return identity.Digest{}, err
+	}
+	p.matches()
+	return identity.DigestOf(p.hash), nil
+}
+
+// settle syncs the whole file, and saves a point that says that it is there.
+func (p *Partial) settle() error {
 	if p.off != p.size {
-		return identity.Digest{}, fmt.Errorf("%d of %d bytes", p.off, p.size)
+		return fmt.Errorf("%d of %d bytes", p.off, p.size)
 	}
 	p.Flush()
 	err := p.wait()
@@ -240,11 +259,7 @@ func (p *Partial) Finish() (identity.Digest, error) {
 			err = errors.Join(err, p.area.disk.Remove(p.path+stateSuffix)) // see syncWith
 		}
 	}
-	if err != nil {
-		return identity.Digest{}, err
-	}
-	p.matches()
-	return identity.DigestOf(p.hash), nil
+	return err
 }
 
 // matches says whether the whole file is there and has its digest, and tells the area if so.
@@ -274,3 +289,45 @@ func (p *Partial) Close() error {
 	}
 	return errors.Join(err, p.close())
 }
+
+// Brought is one file on its way in whose caller writes all of it and hashes it besides. It is not safe for concurrent
+// use.
+type Brought struct{ p *Partial }
+
+// Bring opens the file with digest d and a size in bytes, at its start: what is there of it is dropped. Whoever continues
+// one that did not come to its end, in this area or a later one, has what is there hashed then.
+func (a *Area) Bring(d identity.Digest, size int64) (*Brought, error) {
+	p := &Partial{area: a, want: d, path: a.part(d), size: size, hash: identity.NewHash(), others: true}
+	err := a.drop(p.path)
+	if err == nil {
+		err = p.open()
+	}
+	if err != nil {
+		return nil, fmt.Errorf("open the partial file of %s: %w", d, err)
+	}
+	return &Brought{p}, nil
+}
+
+// WriteAt writes b, behind what was written before. ErrLost: another pull took the area over.
+func (b *Brought) WriteAt(p []byte, off int64) (int, error) {
+	if off != b.p.off {
+		return 0, fmt.Errorf("bytes at %d of %s, of which %d bytes are there", off, b.p.want, b.p.off)
+	}
+	return b.p.Put(p)
+}
+
+// Commit is called with the digest that the caller has found all the bytes to have. It syncs the file, which its area
+// can then publish. ErrUnverified: it should have another digest.
+func (b *Brought) Commit(got identity.Digest) error {
+	if got != b.p.want {
+		return fmt.Errorf("the bytes of %s have the digest %s: %w", b.p.want, got, ErrUnverified)
+	}
+	if err := b.p.settle(); err != nil {
+		return err
+	}
+	b.p.area.verify(got)
+	return nil
+}
+
+// Close keeps what is there for whoever continues it.
+func (b *Brought) Close() error { return b.p.Close() }

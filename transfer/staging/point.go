@@ -27,7 +27,7 @@ type point struct {
 	Size   int64  `json:"size_bytes"` // of the whole file
 	Offset int64  `json:"offset"`
 	Boot   string `json:"boot"`
-	Hash   []byte `json:"hash_state"`
+	Hash   []byte `json:"hash_state"` // nil: it is hashed by who continues it
 }
 
 // sole returns the size of a partial file whose points may be trusted: one that has a second name could have been
