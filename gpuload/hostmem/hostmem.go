@@ -35,6 +35,7 @@ type Target struct {
 	published bool
 	freed     bool
 
+	copies sync.WaitGroup
 	failed atomic.Pointer[error] // the first copy that failed
 }
 
@@ -96,12 +97,23 @@ func (t *Target) open() error {
 	return nil
 }
 
-// done is the token of a copy that was made before Submit returned.
-type done struct{}
+// copying is the token of a copy that runs in a goroutine of its own.
+type copying struct {
+	done chan struct{} // closed when the copy is done
+	err  error         // set before
+}
 
-func (done) Wait(context.Context) error { return nil }
+// Wait implements gpuload.Token.
+func (c *copying) Wait(ctx context.Context) error {
+	select {
+	case <-c.done:
+		return c.err
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+}
 
-// Submit copies buf before it returns.
+// Submit starts a copy of buf. What the target refuses it refuses at once.
 func (t *Target) Submit(_ context.Context, buf []byte, b gpuload.Block, off int64) (gpuload.Token, error) {
 	t.mu.RLock()
 	defer t.mu.RUnlock()
@@ -112,19 +124,30 @@ func (t *Target) Submit(_ context.Context, buf []byte, b gpuload.Block, off int6
 		err = errors.New("no such block")
 	case off < 0 || off > t.blocks[b].size || int64(len(buf)) > t.blocks[b].size-off:
 		err = fmt.Errorf("%d bytes at offset %d do not fit in its %d", len(buf), off, t.blocks[b].size)
-	default:
-		_, err = t.blocks[b].file.WriteAt(buf, off)
 	}
 	if err != nil {
-		err = fmt.Errorf("copy to block %d: %w", b, err)
-		t.failed.CompareAndSwap(nil, &err)
-		return nil, err
+		return nil, t.fail(b, err)
 	}
-	return done{}, nil
+	c, file := &copying{done: make(chan struct{})}, t.blocks[b].file
+	t.copies.Go(func() {
+		defer close(c.done)
+		if _, err := file.WriteAt(buf, off); err != nil {
+			c.err = t.fail(b, err)
+		}
+	})
+	return c, nil
 }
 
-// Wait returns at once, with the error of the first copy that failed: Submit has copied everything.
+// fail keeps the first error of a copy.
+func (t *Target) fail(b gpuload.Block, err error) error {
+	err = fmt.Errorf("copy to block %d: %w", b, err)
+	t.failed.CompareAndSwap(nil, &err)
+	return err
+}
+
+// Wait returns when every copy is done, with the error of the first that failed.
 func (t *Target) Wait(context.Context) error {
+	t.copies.Wait()
 	if err := t.failed.Load(); err != nil {
 		return *err
 	}
@@ -183,10 +206,11 @@ func seal(f *os.File) (*os.File, error) {
 	return os.Open(fmt.Sprintf("/proc/self/fd/%d", f.Fd()))
 }
 
-// Free closes the files. Their memory is given back when no other process holds them.
+// Free waits for the copies that run, and closes the files. Their memory is given back when no other process holds them.
 func (t *Target) Free() error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
+	t.copies.Wait()
 	var err error
 	for _, b := range t.blocks {
 		err = errors.Join(err, b.file.Close())
