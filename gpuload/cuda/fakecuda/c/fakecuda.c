@@ -37,6 +37,7 @@ static struct setting {
   const char *name;
   long long value, initial;
 } settings[] = {
+    {"INIT", 0, 0},                         // the code that cuInit returns
     {"DEVICES", 1, 1},
     {"MEMORY", 1 << 30, 1 << 30},           // bytes of each device
     {"PIN_LIMIT", 1ll << 40, 1ll << 40},    // bytes that can be pinned in all
@@ -64,7 +65,7 @@ static struct setting {
 };
 
 enum setting_name {
-  DEVICES, MEMORY, PIN_LIMIT, LAZY, BANDWIDTH, NO_BYTES, FAIL_ALLOC, FAIL_PIN, FAIL_COPY, FAIL_AT, FLIP_COPY, FAIL_READ,
+  INIT, DEVICES, MEMORY, PIN_LIMIT, LAZY, BANDWIDTH, NO_BYTES, FAIL_ALLOC, FAIL_PIN, FAIL_COPY, FAIL_AT, FLIP_COPY, FAIL_READ,
   FAIL_IPC, FAIL_VMM, NO_VMM, NO_FD, NO_READ_ONLY, GRANULARITY, HANG, ALLOCS, PINS, COPIES, HANDLES, READS, VMM,
   UNPINNED, USED, PINNED, CONTEXTS, STREAMS, EVENTS, RANGES, PHYSICAL, SETTINGS
 };
@@ -166,7 +167,7 @@ int cuInit(unsigned flags) {
     snprintf(name, sizeof name, "FAKECUDA_%s", settings[i].name);
     if (getenv(name)) N(i) = settings[i].initial = atoll(getenv(name));
   }
-  if (flags) return leave(INVALID);
+  if (flags || N(INIT)) return leave(flags ? INVALID : N(INIT));
   if (N(DEVICES) <= 0) return leave(NO_DEVICE);
   initialized = 1;
   return leave(OK);
