@@ -4,6 +4,8 @@ package main
 
 import (
 	"bytes"
+	"os"
+	"path/filepath"
 	"strings"
 	"testing"
 
@@ -14,15 +16,7 @@ import (
 
 // TestResidentCUDA holds a model on a device, which the stand-in for the driver has.
 func TestResidentCUDA(t *testing.T) {
-	lib, err := fakecuda.Build(t.TempDir())
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Setenv(cuda.EnvLibrary, lib)
-	fake, err := fakecuda.Load(lib)
-	if err != nil {
-		t.Fatal(err)
-	}
+	fake := useFake(t)
 	dir, m := residentModel(t)
 	for _, args := range [][]string{{"--device", "auto", "--require-gpu"}, {"--device", "cuda:0", "--verify-device"}} {
 		p := startResident(t, append([]string{dir}, args...)...)
@@ -55,8 +49,114 @@ func TestResidentCUDA(t *testing.T) {
 	}
 	fake.Set("MEMORY", 1<<20)
 	var stdout, stderr bytes.Buffer
-	err = run(t.Context(), []string{"resident", dir, "--listen", "127.0.0.1:0"}, &stdout, &stderr)
+	err := run(t.Context(), []string{"resident", dir, "--listen", "127.0.0.1:0"}, &stdout, &stderr)
 	if cli.Code(err) != cli.CodeDevice || !strings.Contains(stderr.String(), "device: cuda:0 (Fake Accelerator) (auto") {
 		t.Errorf("%v; stderr %q", err, stderr.String())
+	}
+}
+
+// TestResidentDescriptors shares the memory of a device by file descriptors, which need no common PID namespace.
+func TestResidentDescriptors(t *testing.T) {
+	fake := useFake(t)
+	dir, m := residentModel(t)
+	folder := filepath.Join(t.TempDir(), "own")
+	if err := os.Mkdir(folder, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	socket := filepath.Join(folder, "s")
+	p := startResident(t, dir, "--device", "cuda:0", "--share", cuda.KindVMM, "--socket", socket)
+	var stdout, stderr bytes.Buffer
+	args := []string{"attach", "--check", "--socket", socket, m.Aggregate.String()}
+	if err := run(t.Context(), args, &stdout, &stderr); err != nil || fake.Get("HANDLES") != 0 {
+		t.Errorf("%v, %d handles of the other kind", err, fake.Get("HANDLES"))
+	}
+	if err := p.stop(); err != nil {
+		t.Error(err)
+	}
+	for _, name := range []string{"CONTEXTS", "USED", "PHYSICAL", "RANGES"} {
+		if n := fake.Get(name); n != 0 {
+			t.Errorf("%s: %d left", name, n)
+		}
+	}
+	fake.Set("NO_FD", 1)
+	for _, on := range []string{"cuda:0", "auto"} {
+		err := run(t.Context(), []string{"resident", dir, "--device", on, "--share", "vmm-fd"}, &stdout, &stderr)
+		if cli.Code(err) != cli.CodeDevice || !strings.Contains(err.Error(), "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR") {
+			t.Errorf("%s: %v", on, err)
+		}
+	}
+	err := run(t.Context(), []string{"resident", dir, "--share", "x"}, &stdout, &stderr)
+	if cli.Code(err) != cli.CodeUsage || !strings.Contains(err.Error(), "want cuda-ipc or vmm-fd") {
+		t.Errorf("%v", err)
+	}
+}
+
+// useFake makes a stand-in for the driver that only this test uses.
+func useFake(t *testing.T) *fakecuda.Control {
+	t.Helper()
+	lib, err := fakecuda.Build(t.TempDir())
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Setenv(cuda.EnvLibrary, lib)
+	fake, err := fakecuda.Load(lib)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return fake
+}
+
+// TestResidentBroken: auto takes the host for a driver that does not work, and says so although it is to be quiet.
+func TestResidentBroken(t *testing.T) {
+	fake := useFake(t)
+	dir, _ := residentModel(t)
+	const warning = "warning: the GPU can't be used, the weights go to host memory: start the CUDA driver: cuInit"
+	for _, tt := range []struct {
+		code int64
+		warn bool
+	}{{999, true}, {100, false}} { // 100: no device, as on any machine without one
+		fake.Set("INIT", tt.code)
+		p := startResident(t, dir, "--quiet", "--socket", "off")
+		if err := p.stop(); err != nil || p.Backend != "host" {
+			t.Errorf("%d: %v, on %s", tt.code, err, p.Backend)
+		}
+		if strings.Contains(p.said(), warning) != tt.warn {
+			t.Errorf("%d: said %q", tt.code, p.said())
+		}
+	}
+}
+
+// TestResidentSticky: an error after which the device's context is of no more use ends a load, whenever the driver tells
+// of it, and later ends all attaches; what was held is given back.
+func TestResidentSticky(t *testing.T) {
+	fake := useFake(t)
+	dir, m := residentModel(t)
+	var stdout, stderr bytes.Buffer
+	for at := range int64(3) {
+		fake.Reset()
+		fake.Set("FAIL_COPY", 2)
+		fake.Set("FAIL_AT", at)
+		err := run(t.Context(), []string{"resident", dir, "--device", "cuda:0"}, &stdout, &stderr)
+		if cli.Code(err) != cli.CodeDevice || !strings.Contains(err.Error(), "700") || fake.Get("CONTEXTS") != 0 {
+			t.Errorf("%d: %v, %d contexts left", at, err, fake.Get("CONTEXTS"))
+		}
+	}
+	fake.Reset()
+	folder := filepath.Join(t.TempDir(), "own")
+	if err := os.Mkdir(folder, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	p := startResident(t, dir, "--device", "cuda:0", "--socket", filepath.Join(folder, "s"))
+	fake.Set("FAIL_READ", 1)
+	args := []string{"audit", "--socket", filepath.Join(folder, "s"), m.Aggregate.String()}
+	if err := run(t.Context(), args, &stdout, &stderr); err == nil || !strings.Contains(err.Error(), "700") {
+		t.Errorf("audit: %v", err)
+	}
+	args[0] = "attach"
+	if err := run(t.Context(), args, &stdout, &stderr); err == nil || !strings.Contains(err.Error(), "DAMAGED") {
+		t.Errorf("attach: %v", err)
+	}
+	if err := p.stop(); err == nil || !strings.Contains(err.Error(), "700") || fake.Get("CONTEXTS") != 0 {
+		t.Errorf("%v, %d contexts left", err, fake.Get("CONTEXTS"))
 	}
 }

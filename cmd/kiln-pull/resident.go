@@ -22,6 +22,7 @@ import (
 	"github.com/kiln-registry/kiln-registry/cmd/kiln-pull/internal/holding"
 	"github.com/kiln-registry/kiln-registry/gpuload"
 	"github.com/kiln-registry/kiln-registry/gpuload/attach"
+	"github.com/kiln-registry/kiln-registry/gpuload/cuda"
 	"github.com/kiln-registry/kiln-registry/gpuload/resident"
 	"github.com/kiln-registry/kiln-registry/gpuload/resident/metrics"
 	"github.com/kiln-registry/kiln-registry/identity"
@@ -40,6 +41,7 @@ type residentFlags struct {
 	cli.Flags
 	registry, repo, dir, expect string
 	listen, device, tokens      string
+	share                       string // how others get at the memory of a GPU
 	cache                       string // a folder, for what is pulled; empty: none
 	socket                      string // where others attach; empty: named by the aggregate; socketOff: nowhere
 	synthetic, debug            bool
@@ -86,7 +88,7 @@ func (f *residentFlags) check(arg string) error {
 	case f.repo != "" && !pulls:
 		return cli.Usagef("--repo goes with an AGGREGATE; nothing is pulled here")
 	}
-	on, err := device.Parse(f.device)
+	on, err := device.Parse(f.device, f.share)
 	if err == nil && on.Host() && f.requireGPU {
 		return cli.Usagef("--require-gpu: --device host is none")
 	}
@@ -101,6 +103,8 @@ func (f *residentFlags) bind(cmd *cobra.Command) {
 	p.StringVar(&f.socket, "socket", "",
 		"unix socket on which others attach, or off (default: named by the aggregate, in "+attach.Folder()+")")
 	p.StringVar(&f.device, "device", "auto", "where the weights go: host, cuda:N, or auto")
+	p.StringVar(&f.share, "share", cuda.KindIPC, "how others get at the memory of a GPU: "+cuda.KindIPC+
+		", or "+cuda.KindVMM+" where they don't share the PID namespace")
 	p.BoolVar(&f.requireGPU, "require-gpu", false, "fail where --device auto finds no GPU")
 	p.BoolVar(&f.verifyDevice, "verify-device", false, "read every byte back before it is published, and hash it again")
 	p.BoolVar(&f.synthetic, "synthetic", false, "hold no weights; /health says so")
@@ -138,7 +142,7 @@ func explainLoad(err error) error {
 	case errors.Is(err, gpuload.ErrMemory):
 		return cli.Hint(cli.Exit(cli.CodeDevice, err),
 			"the weights are held whole; free some memory, or take a machine with more")
-	case errors.Is(err, gpuload.ErrDevice):
+	case errors.Is(err, gpuload.ErrDevice), errors.Is(err, gpuload.ErrHung), errors.As(err, new(*cuda.Error)):
 		return cli.Exit(cli.CodeDevice, err)
 	case errors.Is(err, localsock.ErrTaken):
 		return cli.Hint(cli.Exit(cli.CodeUsage, err),
@@ -228,9 +232,9 @@ func (f *residentFlags) holding(ctx context.Context, arg string, want identity.A
 			return f.resolve(ctx, from, show.Note, stderr)
 		}
 	}
-	on, err := device.Parse(f.device)
+	on, err := device.Parse(f.device, f.share)
 	if err == nil {
-		o.Target, backend, name, err = on.Open(ctx, f.requireGPU)
+		o.Target, backend, name, err = on.Open(ctx, f.requireGPU, o.Warn)
 	}
 	return holding.New(o), backend, name, err
 }
