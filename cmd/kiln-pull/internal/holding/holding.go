@@ -1,4 +1,4 @@
-// Package holding brings a model into memory for kiln-pull resident.
+// Package holding brings a model into memory for kiln-pull resident: from a folder, or from a registry in one pass.
 package holding
 
 import (
@@ -7,40 +7,43 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"time"
 
 	"github.com/kiln-registry/kiln-registry/api/client"
-	"github.com/kiln-registry/kiln-registry/cmd/kiln-pull/internal/caching"
 	"github.com/kiln-registry/kiln-registry/gpuload"
 	"github.com/kiln-registry/kiln-registry/gpuload/hostmem"
 	"github.com/kiln-registry/kiln-registry/gpuload/resident"
 	"github.com/kiln-registry/kiln-registry/identity"
-	"github.com/kiln-registry/kiln-registry/internal/cli"
 	"github.com/kiln-registry/kiln-registry/transfer"
 	"github.com/kiln-registry/kiln-registry/transfer/folder"
 	"github.com/kiln-registry/kiln-registry/transfer/staging"
 )
 
 const (
-	phaseLoad = "load"
-	maxConfig = 16 << 20 // bytes of a config.json that is read
+	phaseLoad  = "load"
+	configName = "config.json"
+	maxConfig  = 16 << 20 // bytes of a config.json that is read
 )
 
 // Options says what is held, and how it is loaded.
 type Options struct {
-	Dir    string             // the folder; with Resolve, where one is made, and may be empty
+	Dir    string             // the folder; with Resolve, the one that is made, or empty for none
 	Want   identity.Aggregate // what the shards must be; zero: whatever they are
 	Target gpuload.Target
-	Cache  string // a folder, for what is pulled; empty: none
+	Cache  string // a folder, through which files are pulled; empty: none
 
-	// Resolve says what is pulled and from where; nil: Dir is held as it is. The client is closed once it is not needed.
+	// Resolve says what is held and where it comes from; nil: Dir is held as it is. The client is closed once it is not
+	// needed.
 	Resolve func(context.Context) (*client.Client, transfer.Plan, error)
 
-	Direct, VerifyDevice bool
+	Direct, VerifyDevice bool              // Direct: past the page cache, where a folder is read
 	MaxBuffer            int64             // as in gpuload.Options
+	Placement            gpuload.Placement // as there
 	Note, Warn           func(line string) // for people
 	Watch                transfer.Watch
 }
@@ -66,14 +69,20 @@ func (h *Holding) Close() error {
 	return err
 }
 
-// Load finds the folder, or makes it, and holds its weights.
-func (h *Holding) Load(ctx context.Context) (held resident.Held, err error) {
-	dir := h.Dir
-	if h.Resolve != nil {
-		if dir, err = h.pull(ctx); err != nil {
-			return held, err
-		}
+// Load holds the weights of the folder, or those that a registry has. These come straight into memory, each byte
+// received once and hashed once; with Dir they are written there in the same pass, and the folder is one that was
+// pulled, or is not there. Where it is there already, or some of the shards are, from an interrupted pull or in the
+// Cache, the pull ends first and the folder is loaded. The errors are those of gpuload.Load and transfer.Pull, and
+// ErrSent.
+func (h *Holding) Load(ctx context.Context) (resident.Held, error) {
+	if h.Resolve == nil {
+		return h.folder(ctx, h.Dir)
 	}
+	return h.registry(ctx)
+}
+
+// folder holds the weights of a folder.
+func (h *Holding) folder(ctx context.Context, dir string) (held resident.Held, err error) {
 	if dir, err = filepath.Abs(dir); err != nil {
 		return held, err
 	}
@@ -88,7 +97,7 @@ func (h *Holding) Load(ctx context.Context) (held resident.Held, err error) {
 	if err != nil {
 		return held, err
 	}
-	weights, err := h.fill(ctx, in, want)
+	weights, err := h.read(ctx, in, want)
 	if err != nil {
 		return held, err
 	}
@@ -101,46 +110,6 @@ func IsDir(arg string) bool {
 		return true
 	}
 	return strings.HasPrefix(arg, "/") || strings.HasPrefix(arg, "./") || strings.HasPrefix(arg, "../")
-}
-
-// pull makes the folder of a reference or an aggregate.
-func (h *Holding) pull(ctx context.Context) (string, error) {
-	c, plan, err := h.Resolve(ctx)
-	if err != nil {
-		return "", err
-	}
-	defer c.Close()
-	if len(plan.Base.Shards) == 0 {
-		return "", cli.Exit(cli.CodeBadInput, fmt.Errorf("%s is no base that can be held: %w", plan.Reference(), plan.NoBase))
-	}
-	dir, err := h.place(plan)
-	if err != nil {
-		return "", err
-	}
-	h.Want = cmp.Or(h.Want, plan.Base.Aggregate)
-	h.Note("pulling " + plan.Reference())
-	kept, err := caching.Open(h.Cache, h.Note)
-	if err != nil {
-		return "", err
-	}
-	done, err := transfer.Pull(ctx, c, plan, dir, transfer.PullOptions{Cache: kept, Watch: h.Watch})
-	return done.Target, err
-}
-
-// place is the folder to pull to: Dir, else one in the cache of the user, else one that goes with this process.
-func (h *Holding) place(plan transfer.Plan) (string, error) {
-	if h.Dir != "" {
-		return h.Dir, nil
-	}
-	name := plan.Manifest.Hex()
-	cache, err := os.UserCacheDir()
-	if err == nil {
-		dir := filepath.Join(cache, "kiln", "resident")
-		return filepath.Join(dir, name), os.MkdirAll(dir, 0o700)
-	}
-	dir, err := os.MkdirTemp("", "kiln-resident-")
-	h.made = dir
-	return filepath.Join(dir, name), err
 }
 
 // wanted says what the shards of a folder must be: what the record of the pull says, if it was pulled.
@@ -175,42 +144,51 @@ func recorded(r staging.Record, shards []folder.File) (identity.Manifest, bool) 
 	return m, err == nil && len(found) == len(shards)
 }
 
-// fill reads, checks and loads the shards in one pass.
-func (h *Holding) fill(ctx context.Context, in *folder.Folder, want gpuload.Want) (_ *gpuload.Resident, err error) {
+// read loads the shards of a folder.
+func (h *Holding) read(ctx context.Context, in *folder.Folder, want gpuload.Want) (_ *gpuload.Resident, err error) {
 	src, err := gpuload.OpenDir(in.Dir, h.Direct, h.Note)
 	if err != nil {
 		return nil, err
 	}
 	defer func() { err = errors.Join(err, src.Close()) }()
 	sizes := map[string]int64{}
-	var names []string
 	for _, s := range in.Shards {
-		names, sizes[s.Name] = append(names, s.Name), s.Size
-		h.Watch(transfer.Event{Step: transfer.Planned, Phase: phaseLoad, File: s.Name, Total: s.Size})
+		sizes[s.Name] = s.Size
+	}
+	return h.fill(ctx, src, sizes, want, gpuload.Options{ChunkBytes: h.chunk(h.Direct)})
+}
+
+// chunk is the size of the buffers that suits the target, and a source that nobody reads ahead of if direct is set.
+func (h *Holding) chunk(direct bool) int64 {
+	if _, host := h.Target.(*hostmem.Target); host && !direct {
+		return hostmem.Chunk
+	}
+	return gpuload.DefaultChunk // one read for each buffer, few calls of the device
+}
+
+// fill reads, checks and loads shards of the given sizes in one pass.
+func (h *Holding) fill(ctx context.Context, src gpuload.Source, sizes map[string]int64, want gpuload.Want,
+	o gpuload.Options,
+) (*gpuload.Resident, error) {
+	names := slices.Sorted(maps.Keys(sizes))
+	for _, name := range names {
+		h.Watch(transfer.Event{Step: transfer.Planned, Phase: phaseLoad, File: name, Total: sizes[name]})
 	}
 	plan, err := gpuload.NewPlan(ctx, src, names, want)
 	if err != nil {
 		return nil, err
 	}
-	chunk := int64(hostmem.Chunk)
-	if _, host := h.Target.(*hostmem.Target); h.Direct || !host {
-		chunk = gpuload.DefaultChunk // one read for each buffer, and nothing reads ahead; few calls of the device
+	o.MaxBuffer, o.Placement, o.VerifyDevice, o.Notify = h.MaxBuffer, h.Placement, h.VerifyDevice, h.Note
+	o.Progress = func(shard string, done int64) {
+		h.Watch(transfer.Event{Step: transfer.Moved, Phase: phaseLoad, File: shard, Bytes: done, Total: sizes[shard]})
 	}
-	return gpuload.Load(ctx, plan, src, h.Target, gpuload.Options{
-		ChunkBytes:   chunk,
-		MaxBuffer:    h.MaxBuffer,
-		VerifyDevice: h.VerifyDevice,
-		Notify:       h.Note,
-		Progress: func(shard string, done int64) {
-			h.Watch(transfer.Event{Step: transfer.Moved, Phase: phaseLoad, File: shard, Bytes: done, Total: sizes[shard]})
-		},
-	})
+	return gpuload.Load(ctx, plan, src, h.Target, o)
 }
 
 // config reads the folder's config.json, if it is a regular file.
 func config(in *folder.Folder) resident.Config {
 	for _, o := range in.Others {
-		if o.Name != "config.json" {
+		if o.Name != configName {
 			continue
 		}
 		f, err := os.Open(filepath.Join(in.Dir, o.Name))
