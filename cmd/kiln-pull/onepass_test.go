@@ -4,12 +4,14 @@ import (
 	"bytes"
 	"context"
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"io"
 	"math/rand/v2"
 	"net/http"
 	"net/http/httptest"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -120,7 +122,7 @@ func (m *meter) Write(b []byte) (int, error) {
 	return n, err
 }
 
-// sentOnce fails if not each shard was sent so many times.
+// sentTimes fails if not each shard was sent so many times.
 func (o *onePass) sentTimes(times int64) {
 	o.t.Helper()
 	o.mu.Lock()
@@ -388,4 +390,63 @@ func TestResidentCancelled(t *testing.T) {
 	if _, err := os.Lstat(dir); err == nil {
 		t.Error("there is a folder")
 	}
+}
+
+// TestResidentKilled: a process that is killed while the model comes in leaves no folder, and the next one uses what it
+// has received.
+func TestResidentKilled(t *testing.T) {
+	o := newOnePass(t)
+	dir := filepath.Join(t.TempDir(), "m")
+	half := make(chan struct{})
+	once := sync.OnceFunc(func() { close(half) })
+	o.does(func(w http.ResponseWriter, r *http.Request, digest string, to http.Handler) {
+		if digest == o.base.Shards[1].Digest.String() && r.Header.Get("Range") != "bytes=0-65535" {
+			w = &holder{&stopper{w, 20 << 20}, func() { once(); <-r.Context().Done() }}
+		}
+		to.ServeHTTP(w, r)
+	})
+	self, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	cmd := exec.Command(self)
+	cmd.Args = []string{"kiln-pull", "resident", o.ref, "--dir", dir, "--device", "host", "--listen", "127.0.0.1:0", "--socket", "off"}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	<-half
+	if err := errors.Join(cmd.Process.Kill(), ignoreExit(cmd.Wait())); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := os.Lstat(dir); err == nil {
+		t.Error("there is a folder")
+	}
+	o.does(nil)
+	o.holds(o.ref, "--dir", dir)
+	if n := o.sentOf(o.base.Shards[1].Digest.String()); n == 0 || n >= int64(o.base.Shards[1].Size) {
+		t.Errorf("%d bytes sent again", n)
+	}
+	if err := run(t.Context(), []string{"verify", dir}, io.Discard, io.Discard); err != nil {
+		t.Error(err)
+	}
+}
+
+func ignoreExit(err error) error {
+	if x := (*exec.ExitError)(nil); errors.As(err, &x) {
+		return nil
+	}
+	return err
+}
+
+// holder calls full where stopper would end the connection.
+type holder struct {
+	*stopper
+	full func()
+}
+
+func (h *holder) Write(b []byte) (int, error) {
+	if len(b) > h.n {
+		h.full()
+	}
+	return h.stopper.Write(b)
 }
