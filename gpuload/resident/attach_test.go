@@ -324,7 +324,8 @@ func loadMany(t *testing.T, n, tensors int) func(context.Context) (resident.Held
 	for i := range n {
 		var head strings.Builder
 		for j := range tensors {
-			fmt.Fprintf(&head, `,"%04d.%s":{"dtype":"U8","shape":[1],"data_offsets":[%d,%d]}`, j, strings.Repeat("n", 40), j, j+1)
+			fmt.Fprintf(&head, `,"%d.%04d.%s":{"dtype":"U8","shape":[1],"data_offsets":[%d,%d]}`, i, j,
+				strings.Repeat("n", 40), j, j+1)
 		}
 		text := "{" + head.String()[1:] + "}"
 		b := append(binary.LittleEndian.AppendUint64(nil, uint64(len(text))), text...)

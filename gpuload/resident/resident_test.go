@@ -36,7 +36,7 @@ func loadModel(t *testing.T) func(context.Context) (resident.Held, error) {
 	dir := t.TempDir()
 	names := []string{"a.safetensors", "b.safetensors"}
 	for i, name := range names {
-		head := `{"t":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}`
+		head := `{"` + name[:1] + `":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}`
 		b := append(binary.LittleEndian.AppendUint64(nil, uint64(len(head))), head...)
 		if err := os.WriteFile(filepath.Join(dir, name), append(b, 1, 2, 3, byte(i)), 0o666); err != nil {
 			t.Fatal(err)
