@@ -106,6 +106,39 @@ func useFake(t *testing.T) *fakecuda.Control {
 	return fake
 }
 
+// TestResidentDevices holds a model on two devices, in parts or as copies.
+func TestResidentDevices(t *testing.T) {
+	t.Setenv("FAKECUDA_DEVICES", "2")
+	fake := useFake(t)
+	dir, m := residentModel(t)
+	shards := int64(len(m.Shards))
+	for _, tt := range []struct {
+		args   []string
+		blocks int64
+	}{
+		{[]string{"--device", "cuda"}, shards},
+		{[]string{"--device", "cuda:1,cuda:0", "--placement", "replicate"}, 2 * shards},
+		{[]string{"--device", "cuda", "--placement", "replicate"}, 2 * shards},
+		{[]string{"--device", "cuda:1"}, shards},
+	} {
+		p := startResident(t, append([]string{dir}, tt.args...)...)
+		if got := p.identity(t); p.Backend != cuda.Backend || got == nil || *got != m.Summary() {
+			t.Errorf("%q: announced %+v, identity %+v", tt.args, p.announcement, got)
+		}
+		if used := fake.Get("USED"); used != tt.blocks*2<<20 {
+			t.Errorf("%q: %d bytes of the devices for %d shards", tt.args, used, shards)
+		}
+		if err := p.stop(); err != nil || fake.Get("CONTEXTS") != 0 {
+			t.Errorf("%q: %v, %d contexts left", tt.args, err, fake.Get("CONTEXTS"))
+		}
+	}
+	var stdout, stderr bytes.Buffer
+	err := run(t.Context(), []string{"resident", dir, "--device", "cuda:0,cuda:2"}, &stdout, &stderr)
+	if cli.Code(err) != cli.CodeDevice || !strings.Contains(err.Error(), "cuda:2: no CUDA device of this index, the driver finds 2") {
+		t.Errorf("%v", err)
+	}
+}
+
 // TestResidentBroken: auto takes the host for a driver that does not work, and says so although it is to be quiet.
 func TestResidentBroken(t *testing.T) {
 	fake := useFake(t)

@@ -40,13 +40,13 @@ const defaultResident = "127.0.0.1:8420" // where Kiln's own server listens
 type residentFlags struct {
 	cli.Flags
 	registry, repo, dir, expect string
-	listen, device, tokens      string
-	share                       string // how others get at the memory of a GPU
+	listen, tokens              string
+	on                          device.Flags
 	cache                       string // a folder, for what is pulled; empty: none
 	socket                      string // where others attach; empty: named by the aggregate; socketOff: nowhere
 	synthetic, debug            bool
 	insecureOpen, direct        bool
-	requireGPU, verifyDevice    bool
+	verifyDevice                bool
 	drain                       time.Duration
 	maxBuffer                   int64
 }
@@ -59,7 +59,8 @@ func residentCommand() *cobra.Command {
 		Long: "Hold a model in memory, every byte checked, and answer /health.\n\n" +
 			"The shards are read once: each byte is hashed and loaded in the same pass. Until all of them match, /health and\n" +
 			"/readyz answer 503. A folder that was pulled must be what its record says; any other folder is what it is, or\n" +
-			"what --expect says. A REF or an AGGREGATE is pulled first. A signal ends it, after running requests.",
+			"what --expect says. A REF or an AGGREGATE comes straight from the registry; with --dir it is also written there,\n" +
+			"in the same pass, as the folder of a pull. A signal ends it, after running requests.",
 		Args: cobra.MaximumNArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if f.synthetic != (len(args) == 0) {
@@ -80,7 +81,7 @@ func (f *residentFlags) check(arg string) error {
 	pulls := arg != "" && !holding.IsDir(arg)
 	switch {
 	case f.maxBuffer < 0:
-		return cli.Usagef("--max-buffer %d: want a number of bytes, or 0 for the default", f.maxBuffer)
+		return cli.Usagef("--max-buffer or --max-pinned %d: want a number of bytes, or 0 for the default", f.maxBuffer)
 	case f.drain < 0:
 		return cli.Usagef("--drain-timeout %s: want 0s or more", f.drain)
 	case f.dir != "" && !pulls:
@@ -88,10 +89,7 @@ func (f *residentFlags) check(arg string) error {
 	case f.repo != "" && !pulls:
 		return cli.Usagef("--repo goes with an AGGREGATE; nothing is pulled here")
 	}
-	on, err := device.Parse(f.device, f.share)
-	if err == nil && on.Host() && f.requireGPU {
-		return cli.Usagef("--require-gpu: --device host is none")
-	}
+	_, err := f.on.Choice()
 	return err
 }
 
@@ -102,10 +100,7 @@ func (f *residentFlags) bind(cmd *cobra.Command) {
 	p.StringVar(&f.listen, "listen", defaultResident, "address to answer on")
 	p.StringVar(&f.socket, "socket", "",
 		"unix socket on which others attach, or off (default: named by the aggregate, in "+attach.Folder()+")")
-	p.StringVar(&f.device, "device", "auto", "where the weights go: host, cuda:N, or auto")
-	p.StringVar(&f.share, "share", cuda.KindIPC, "how others get at the memory of a GPU: "+cuda.KindIPC+
-		", or "+cuda.KindVMM+" where they don't share the PID namespace")
-	p.BoolVar(&f.requireGPU, "require-gpu", false, "fail where --device auto finds no GPU")
+	f.on.Bind(cmd)
 	p.BoolVar(&f.verifyDevice, "verify-device", false, "read every byte back before it is published, and hash it again")
 	p.BoolVar(&f.synthetic, "synthetic", false, "hold no weights; /health says so")
 	p.BoolVar(&f.debug, "debug-model-state", false, "answer "+resident.PathModelState+" (also: KILN_DEBUG_ENDPOINTS=1)")
@@ -114,7 +109,7 @@ func (f *residentFlags) bind(cmd *cobra.Command) {
 	p.BoolVar(&f.insecureOpen, "insecure-open", false, "listen on a public address although everybody may ask everything")
 	p.DurationVar(&f.drain, "drain-timeout", 10*time.Second, "how long leases and requests may last when it stops")
 	p.StringVar(&f.expect, "expect", "", "the AGGREGATE that the weights must be")
-	p.StringVar(&f.dir, "dir", "", "folder that a REF or AGGREGATE is pulled to (default: in the user's cache)")
+	p.StringVar(&f.dir, "dir", "", "folder that a REF or AGGREGATE is also pulled to (default: none)")
 	caching.Bind(cmd, &f.cache)
 	p.StringVar(&f.registry, "registry", cli.Registry(), "where an AGGREGATE is asked for")
 	p.StringVar(&f.repo, "repo", "", "the repository from which an AGGREGATE is pulled")
@@ -124,6 +119,7 @@ func (f *residentFlags) bind(cmd *cobra.Command) {
 	p.StringVar(&f.CAFile, "ca-file", "", "PEM certificates to trust besides those of the system")
 	p.BoolVar(&f.direct, "direct", false, "read the shards past the page cache")
 	p.Int64Var(&f.maxBuffer, "max-buffer", 0, "bytes of buffers while loading, at most (default 192 MiB)")
+	p.Int64Var(&f.maxBuffer, "max-pinned", 0, "the same: the buffers are all that is pinned for a GPU")
 	p.BoolVar(&f.JSON, "json", false, "print JSON on stdout")
 	p.BoolVarP(&f.Quiet, "quiet", "q", false, "no progress on stderr")
 }
@@ -132,6 +128,9 @@ func (f *residentFlags) bind(cmd *cobra.Command) {
 func explainLoad(err error) error {
 	err = explainPlace(err)
 	switch {
+	case errors.Is(err, holding.ErrSent):
+		return cli.Hint(cli.Exit(cli.CodeNo, err),
+			"the registry, or what is between, changed the bytes: kiln-registry scrub finds them there, a push repairs them")
 	case errors.Is(err, gpuload.ErrMismatch):
 		return cli.Hint(cli.Exit(cli.CodeNo, err),
 			"kiln-pull verify says which files differ; pulling again repairs a pulled folder")
@@ -232,9 +231,10 @@ func (f *residentFlags) holding(ctx context.Context, arg string, want identity.A
 			return f.resolve(ctx, from, show.Note, stderr)
 		}
 	}
-	on, err := device.Parse(f.device, f.share)
+	on, err := f.on.Choice()
 	if err == nil {
-		o.Target, backend, name, err = on.Open(ctx, f.requireGPU, o.Warn)
+		o.Placement = on.Placement()
+		o.Target, backend, name, err = on.Open(ctx, o.Warn)
 	}
 	return holding.New(o), backend, name, err
 }
