@@ -403,12 +403,15 @@ func TestOther(t *testing.T) {
 	}
 }
 
-// TestAnyOrder reads a shard at random.
+// TestAnyOrder reads a shard at random: the first time, and once its header was read.
 func TestAnyOrder(t *testing.T) {
 	w := newWorld(t)
-	src := remote.New(w.client(client.Options{}), "team/demo", w.base)
 	want := bytes.NewReader(w.files[large])
-	for range 2 {
+	for _, again := range []bool{false, true} {
+		src := remote.New(w.client(client.Options{}), "team/demo", w.base)
+		if again {
+			header(t, src)
+		}
 		f, err := src.Open(t.Context(), large)
 		if err != nil {
 			t.Fatal(err)
@@ -426,5 +429,19 @@ func TestAnyOrder(t *testing.T) {
 		if err := f.Close(); err != nil {
 			t.Error(err)
 		}
+	}
+}
+
+func header(t *testing.T, src *remote.Source) {
+	t.Helper()
+	f, err := src.Open(t.Context(), large)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := f.ReadAt(make([]byte, 8), 0); err != nil {
+		t.Fatal(err)
+	}
+	if err := f.Close(); err != nil {
+		t.Fatal(err)
 	}
 }

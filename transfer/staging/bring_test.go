@@ -36,6 +36,16 @@ func TestBring(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, b := range files {
+		p, err := a.Partial(identity.Sum(b), int64(len(b))) // what is there is dropped
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err := p.Write(b[:len(b)/2]); err != nil {
+			t.Fatal(err)
+		}
+		if err := p.Close(); err != nil {
+			t.Fatal(err)
+		}
 		in := brought(t, a, b, len(b))
 		if d := identity.Sum(b); a.Has(d) {
 			t.Errorf("%s is there before it is committed", d)
