@@ -27,7 +27,24 @@ import (
 	"github.com/kiln-registry/kiln-registry/transfer"
 )
 
-func TestMain(m *testing.M) { testscript.Main(testlanes.Use(m), map[string]func(){"kiln-pull": main}) }
+func TestMain(m *testing.M) {
+	testscript.Main(apart{testlanes.Use(m)}, map[string]func(){"kiln-pull": main})
+}
+
+// apart keeps the sockets of these tests apart from those of other processes.
+type apart struct{ testscript.TestingM }
+
+func (m apart) Run() int {
+	dir, err := os.MkdirTemp("/tmp", "kiln")
+	if err == nil {
+		err = os.Setenv("XDG_RUNTIME_DIR", dir)
+	}
+	if err != nil {
+		panic(err)
+	}
+	defer os.RemoveAll(dir)
+	return m.TestingM.Run()
+}
 
 // TestScripts runs one script per promise. Each has a registry of its own at $REGISTRY, and servers that deny
 // everything at $DENIED, answer with a page at $PAGE, say what would work a terminal at $LIAR, and serve a model at
