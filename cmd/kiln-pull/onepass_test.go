@@ -401,7 +401,7 @@ func TestResidentKilled(t *testing.T) {
 	once := sync.OnceFunc(func() { close(half) })
 	o.does(func(w http.ResponseWriter, r *http.Request, digest string, to http.Handler) {
 		if digest == o.base.Shards[1].Digest.String() && r.Header.Get("Range") != "bytes=0-65535" {
-			w = &holder{&stopper{w, 20 << 20}, func() { once(); <-r.Context().Done() }}
+			w = &blocker{&stopper{w, 20 << 20}, func() { once(); <-r.Context().Done() }}
 		}
 		to.ServeHTTP(w, r)
 	})
@@ -438,13 +438,13 @@ func ignoreExit(err error) error {
 	return err
 }
 
-// holder calls full where stopper would end the connection.
-type holder struct {
+// blocker calls full where stopper would end the connection.
+type blocker struct {
 	*stopper
 	full func()
 }
 
-func (h *holder) Write(b []byte) (int, error) {
+func (h *blocker) Write(b []byte) (int, error) {
 	if len(b) > h.n {
 		h.full()
 	}
