@@ -58,8 +58,8 @@ func (f *Faulty) begin(op string) (n int) {
 	return n
 }
 
-// Count returns how often an operation was called: devices, alloc, pin, submit, wait,
-// readback, publish, unpin, free.
+// Count returns how often an operation was called: devices, alloc, pin, submit, wait, readback, publish, unpin, free;
+// waited: how often wait has ended.
 func (f *Faulty) Count(op string) int {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -143,7 +143,9 @@ func (f *Faulty) Wait(ctx context.Context) error {
 	if f.DropCopy > 0 {
 		return ErrInjected
 	}
-	return f.Target.Wait(ctx)
+	err := f.Target.Wait(ctx)
+	f.begin("waited")
+	return err
 }
 
 // Publish implements gpuload.Target.

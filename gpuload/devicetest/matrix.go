@@ -140,11 +140,11 @@ func sourceFaults(t *testing.T, s Subject) {
 		t.Run(fmt.Sprintf("flip %d", at), func(t *testing.T) { blames(t, badFiles(t, s, m, w), name) })
 	}
 	for what, change := range map[string]func([]byte) []byte{
-		"truncated":                  func(b []byte) []byte { return b[:len(b)-1] },
-		"extra":                      func(b []byte) []byte { return append(b, 0) },
-		"empty":                      func(b []byte) []byte { return nil },
-		"header":                     func(b []byte) []byte { return append(b[:8:8], bytes.Repeat([]byte("x"), len(b)-8)...) },
-		"equal header, other values": func([]byte) []byte { return sealLike(good.files[name], 77) },
+		"truncated":    func(b []byte) []byte { return b[:len(b)-1] },
+		"extra":        func(b []byte) []byte { return append(b, 0) },
+		"empty":        func(b []byte) []byte { return nil },
+		"header":       func(b []byte) []byte { return append(b[:8:8], bytes.Repeat([]byte("x"), len(b)-8)...) },
+		"other values": func([]byte) []byte { return sealLike(good.files[name], 77) },
 	} {
 		t.Run(what, func(t *testing.T) { badFiles(t, s, good.changed(t, name, change), w) })
 	}
@@ -219,8 +219,11 @@ func meanwhile(t *testing.T, s Subject, good *model, name string) {
 				m := good.changed(t, name, slices.Clone)
 				path, once := filepath.Join(m.dir, name), sync.Once{}
 				change := func() { once.Do(func() { mustDo(t, change(path, m.files[name])) }) }
-				dir := m.source(t)
+				dir, reads := m.source(t), atomic.Int64{}
 				src := source{dir, func(n string, b []byte, off int64, under gpuload.File) (int, error) {
+					if n == name {
+						reads.Add(1)
+					}
 					if n == name && off > int64(len(m.files[name]))/2 {
 						change()
 					}
@@ -235,6 +238,9 @@ func meanwhile(t *testing.T, s Subject, good *model, name string) {
 					return // the open file stays what it was
 				}
 				blames(t, refused(t, s, t.Context(), p, src, &Faulty{}, reason), name)
+				if n := reads.Load(); when == "before" && n > 0 {
+					t.Errorf("%d reads of a file that is not that of the plan", n)
+				}
 			})
 		}
 	}
@@ -293,6 +299,7 @@ func cancels(t *testing.T, s Subject) {
 		n    int
 	}{
 		{"alloc", 2}, {"read", 1}, {"read", 40}, {"submit", 1}, {"submit", 40}, {"hash", 2}, {"hash", 40}, {"wait", 1},
+		{"waited", 1},
 		{"keep", 1}, {"write", 1}, {"write", 40}, {"commit", 1}, {"commit", 3}, {"close", 3},
 	} {
 		t.Run(fmt.Sprint(op.name, " ", op.n), func(t *testing.T) {

@@ -42,13 +42,15 @@ var mutants = []struct {
 		"c.buf.release()\n\t\tif ctx.Err() != nil {\n\t\t\treturn stopped(ctx, s, c.off)\n\t\t}\n\t}\n\treturn nil",
 		"if ctx.Err() != nil {\n\t\t\treturn stopped(ctx, s, c.off)\n\t\t}\n\t}\n\treturn nil"}},
 	{"kept before the digest matched", "lane.go", []string{
-		"if err := l.check(i); err != nil {\n\t\treturn err", "if err := kept.Commit(l.seen[i]); err != nil {\n\t\treturn err",
+		"if err := l.check(i); err != nil {\n\t\treturn err",
+		"if err := kept.Commit(l.seen[i]); err != nil {\n\t\treturn err",
 		"return s.diskError(s.Size, kept.Commit(l.seen[i]))", "return l.check(i)"}},
 	{"failed write to the disk forgotten", "lane.go", []string{
 		"_, err := to.WriteAt(b, off)", "_, err := to.WriteAt(b, off)\n\t\terr = nil"}},
 	{"header not kept", "lane.go", []string{"write(s.header, 0)", "write(s.header[:8], 0)"}},
 	{"kept file left open", "lane.go", []string{"e := kept.Close(); err == nil", "e := error(nil); err == nil"}},
-	{"replicate to one device only", "plan.go", []string{"slices.Repeat([][]int{all},", "slices.Repeat([][]int{all[:1]},"}},
+	{"replicate to one device only", "plan.go", []string{
+		"slices.Repeat([][]int{all},", "slices.Repeat([][]int{all[:1]},"}},
 	{"replicate copies to the first only", "lane.go", []string{
 		"l.target.Submit(ctx, data, b, off-s.Data)", "l.target.Submit(ctx, data, b*0+l.blocks[i][0], off-s.Data)"}},
 	{"spread to one device only", "plan.go", []string{"free[best] -= sizes[i]", ""}},
@@ -62,7 +64,7 @@ var mutants = []struct {
 	{"free memory not looked at", "plan.go", []string{"need+o.Reserve > d.Free", "false"}},
 	{"failed load keeps its memory", "load.go", []string{
 		"e := t.Free(); e != nil", "e := err; e == nil",
-		"errors.Join(err, l.target.Free(), s.free())", "errors.Join(err, s.free())"}},
+		"err = errors.Join(err, l.target.Free())", "_ = 0"}},
 	{"read back not compared", "readback.go", []string{
 		"got := identity.DigestOf(h); got != want", "got := identity.DigestOf(h); false"}},
 	{"not read back", "load.go", []string{"err == nil && l.o.VerifyDevice", "false"}},
@@ -77,7 +79,7 @@ var mutants = []struct {
 	{"failed copy forgotten", "hostmem/hostmem.go", []string{"t.failed.CompareAndSwap(nil, &err)", ""}},
 	{"failed copy forgotten by CUDA", "cuda/target.go", []string{"t.failed.CompareAndSwap(nil, &err)", ""}},
 	{"event not waited for", "cuda/device.go", []string{
-		`return d.call("cuEventSynchronize", d.eventSync, event)`, "return nil"}},
+		`err := d.call("cuEventSynchronize", d.eventSync, event); err != nil`, "err := error(nil); err != nil"}},
 	{"event before its copy", "cuda/target.go", []string{
 		"if err := to.d.toDevice(to.ptr+uint64(off), buf, to.stream); err != nil {\n\t\t\t\treturn err\n\t\t\t}\n" +
 			"\t\t\tdone.event, err = to.d.record(to.stream)\n\t\t\treturn err",
@@ -87,7 +89,8 @@ var mutants = []struct {
 		`return d.call("cuStreamSynchronize", d.streamSync, s)`, "_ = s; return nil"}},
 	{"no context", "cuda/device.go", []string{`d.call("cuCtxSetCurrent", d.setCurrent, d.context)`, "error(nil)"}},
 	{"any thread", "cuda/device.go", []string{"runtime.LockOSThread()\n\tdefer runtime.UnlockOSThread()", ""}},
-	{"block shared with others", "cuda/target.go", []string{"(n+granularity-1)/granularity*granularity", "n"}},
+	{"block shared with others", "cuda/target.go", []string{
+		"(b.size + b.d.granularity - 1) / b.d.granularity * b.d.granularity", "b.size"}},
 	{"copy past the block", "cuda/target.go", []string{"int64(n) > size-off", "false"}},
 	{"blocks not freed", "cuda/target.go", []string{"if b.ptr == 0 {\n\t\treturn nil", "if b.size > 0 {\n\t\treturn nil"}},
 	{"pins left", "cuda/target.go", []string{"return t.devices[0].unregister(at)", "return nil"}},
