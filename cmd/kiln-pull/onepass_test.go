@@ -225,6 +225,15 @@ func TestResidentDir(t *testing.T) {
 		t.Errorf("announced %+v", p.announcement)
 	}
 	o.sentTimes(0)
+	lost := o.base.Shards[0]
+	if err := os.Remove(filepath.Join(dir, lost.Filename)); err != nil {
+		t.Fatal(err)
+	}
+	o.holds(o.ref, "--dir", dir) // only what is missing comes
+	if n, all := o.sentOf(lost.Digest.String()), o.sentOf(o.base.Shards[1].Digest.String()); n != int64(lost.Size) || all != 0 {
+		t.Errorf("%d bytes of the lost shard sent, %d of the other", n, all)
+	}
+	same(t, dir, other)
 }
 
 // same compares two folders that were pulled, and what lies beside them.
