@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"context"
 	"crypto/sha256"
-	_ "embed"
 	"encoding/hex"
 	"encoding/json"
 	"errors"
@@ -12,18 +11,20 @@ import (
 	"io"
 	"os"
 	"os/exec"
+	"path/filepath"
+	"strings"
 	"time"
 
 	"golang.org/x/sys/unix"
 
 	"github.com/kiln-registry/kiln-registry/gpuload"
+	kiln "github.com/kiln-registry/kiln-registry/gpuload/attach"
 	"github.com/kiln-registry/kiln-registry/gpuload/cuda"
+	"github.com/kiln-registry/kiln-registry/gpuload/resident"
+	"github.com/kiln-registry/kiln-registry/identity"
 )
 
-//go:embed reader.py
-var readerPy string
-
-// offer is what another process is told about blocks. Descriptors come by themselves, in order, over descriptor 3.
+// offer is what another process is told about blocks. Their descriptors come by themselves, in order, over descriptor 3.
 type offer struct {
 	UUID   string
 	Blocks []gpuload.Handle
@@ -36,50 +37,76 @@ type found struct {
 	Taken    int64   // bytes of the device that are not free any more
 	SHA256   []string
 	ReadOnly bool
-	Torch    string // what torch read; empty: it is not installed; else why not, or ok
 }
 
-// attach lets other processes open what this one loaded.
+// holder is a model that this process holds as kiln-pull resident does.
+type holder struct {
+	Socket    string
+	Aggregate identity.Aggregate
+	loaded    time.Duration // what it took to load it
+}
+
+// attach lets other processes attach to what this one holds, by both kinds of handles.
 func attach(ctx context.Context, r *report) error {
-	t, err := cuda.Open(r.Device)
-	if err != nil {
-		return err
+	for _, kind := range []string{cuda.KindIPC, cuda.KindVMM} {
+		t, err := cuda.OpenShared(kind, r.Device)
+		if errors.Is(err, errors.ErrUnsupported) {
+			err = r.leave(kind, err)
+		} else if err == nil {
+			err = r.hold(ctx, t, func(h holder) error {
+				return errors.Join(r.byGo(ctx, kind, h), r.byPython(ctx, kind, h), r.byTorch(ctx, kind, h))
+			})
+		}
+		if err != nil {
+			return err
+		}
 	}
-	devices, err := t.Devices(ctx)
+	return nil
+}
+
+// hold loads the small model and answers on a socket while fn runs.
+func (r *report) hold(ctx context.Context, t gpuload.Target, fn func(holder) error) (err error) {
+	folder, err := os.MkdirTemp(r.Sockets, "held-")
 	if err != nil {
 		return errors.Join(err, t.Free())
 	}
-	w, err := verified(ctx, r.Shm, r.SmallShards, t, gpuload.Options{})
+	defer func() { err = errors.Join(err, os.RemoveAll(folder)) }()
+	l, err := resident.Listen(ctx, "127.0.0.1:0", false)
 	if err != nil {
-		return err
+		return errors.Join(err, t.Free())
 	}
-	defer w.Close(ctx)
-	handles, release, err := w.Lease()
-	if err != nil {
-		return err
+	ctx, end := context.WithCancel(ctx)
+	defer end()
+	s := resident.Server{Backend: cuda.Backend, Socket: filepath.Join(folder, "socket"), Drain: 5 * time.Second}
+	said := make(chan error, 1)
+	asked := false
+	err = s.Run(ctx, l, func(ctx context.Context) (resident.Held, error) {
+		w, err := verified(ctx, r.Shm, r.SmallShards, t, gpuload.Options{})
+		return resident.Held{Weights: w, At: time.Now()}, err
+	}, func(h resident.Held) error {
+		asked = true
+		go func() {
+			said <- fn(holder{h.Socket, h.Weights.Manifest().Aggregate, h.Weights.Stats().Elapsed})
+			end()
+		}()
+		return nil
+	})
+	if asked {
+		err = errors.Join(<-said, err)
 	}
-	defer release()
-	told, err := json.Marshal(offer{devices[0].UUID, handles, w.Stats().Elapsed})
-	if err != nil {
-		return err
-	}
-	cmd, err := again(ctx, "read", r.config)
-	if err != nil {
-		return err
-	}
-	if err = r.opened("cuda-ipc", cmd, told, w.Stats().Elapsed); err != nil {
-		return err
-	}
-	if r.Python == "" {
-		return errors.Join(r.leave("cuda-ipc, Python", "there is no python3"), w.Close(ctx))
-	}
-	cmd = exec.CommandContext(ctx, r.Python, "-c", readerPy)
-	cmd.WaitDelay = 5 * time.Second
-	return r.opened("cuda-ipc, Python", cmd, told, w.Stats().Elapsed)
+	return err
 }
 
-// opened runs a process that opens the blocks, and reports what it found.
-func (r *report) opened(name string, cmd *exec.Cmd, told []byte, loaded time.Duration) error {
+// byGo attaches with the Go client.
+func (r *report) byGo(ctx context.Context, kind string, h holder) error {
+	told, err := json.Marshal(h)
+	if err != nil {
+		return err
+	}
+	cmd, err := again(ctx, "client", r.config)
+	if err != nil {
+		return err
+	}
 	var stderr bytes.Buffer
 	cmd.Stdin, cmd.Stderr = bytes.NewReader(told), &stderr
 	out, err := cmd.Output()
@@ -88,22 +115,67 @@ func (r *report) opened(name string, cmd *exec.Cmd, told []byte, loaded time.Dur
 		err = json.Unmarshal(out, &f)
 	}
 	if err != nil {
-		return r.need(name+": another process opens the blocks", "an answer", false, "%v: %s", err, lastLine(stderr.String()))
+		return r.need(kind+": another process attaches", "an answer", false, "%v: %s", err, lastLine(stderr.String()))
 	}
-	err = r.compare(name, f)
+	return errors.Join(r.compare(kind, f), r.opened(kind, f, h.loaded), r.taken(kind, f))
+}
+
+// opened reports what it took to open the blocks, beside what it took to load them.
+func (r *report) opened(name string, f found, loaded time.Duration) error {
 	ratio := f.Seconds / loaded.Seconds()
-	err = errors.Join(err,
+	return errors.Join(
 		r.figure(name+": open", "%d blocks in %.1f ms", len(f.SHA256), f.Seconds*1e3),
 		r.goal(name+": open / load, in time", "≤ 1/100", ratio <= 0.01, "1/%.0f", 1/ratio),
-		r.taken(name, f))
-	switch f.Torch {
-	case "":
-	case "ok":
-		err = errors.Join(err, r.need(name+": torch reads the same", "the digests", true, "%d blocks", len(f.SHA256)))
-	default:
-		err = errors.Join(err, r.leave(name+": torch", f.Torch))
+		r.figure(name+": mapped only for reading", "%v", f.ReadOnly))
+}
+
+// byPython attaches with the Python client, which hashes everything again.
+func (r *report) byPython(ctx context.Context, kind string, h holder) error {
+	name := kind + ": Python"
+	if _, err := os.Stat(r.Client); err != nil || r.Python == "" {
+		return r.leave(name, "no python3, or no "+r.Client)
 	}
-	return err
+	cmd := bound(ctx, r.Python, r.Client, h.Aggregate.String(), "--socket", h.Socket, "--check")
+	out, err := cmd.CombinedOutput()
+	said, _, _ := strings.Cut(lastLine(string(out)), " are sha256:")
+	return r.need(name, "ok", err == nil, "%s", said)
+}
+
+// torchScript compares what torch sees of each tensor with what the driver reads of it. It ends with 9 where there is
+// no torch that finds a device.
+const torchScript = `
+import sys
+sys.path.insert(0, sys.argv[1])
+import kiln_attach
+try:
+    import torch
+except ImportError:
+    print("torch is not installed"), sys.exit(9)
+if not torch.cuda.is_available():
+    print("torch finds no device"), sys.exit(9)
+with kiln_attach.attach(sys.argv[2], sys.argv[3]) as held:
+    before = torch.cuda.memory_allocated()
+    tensors = held.tensors()
+    taken = torch.cuda.memory_allocated() - before
+    for name, t in tensors.items():
+        if t.cpu().reshape(-1).view(torch.uint8).numpy().tobytes() != held.read(name):
+            print(name, "has other bytes"), sys.exit(1)
+    print(len(tensors), "tensors,", taken, "bytes taken, torch", torch.__version__)
+    del t, tensors
+`
+
+func (r *report) byTorch(ctx context.Context, kind string, h holder) error {
+	name := kind + ": torch"
+	if _, err := os.Stat(r.Client); err != nil || r.Python == "" {
+		return r.leave(name, "no python3, or no "+r.Client)
+	}
+	cmd := bound(ctx, r.Python, "-c", torchScript, filepath.Dir(r.Client), h.Aggregate.String(), h.Socket)
+	out, err := cmd.CombinedOutput()
+	var exit *exec.ExitError
+	if errors.As(err, &exit) && exit.ExitCode() == 9 {
+		return r.leave(name, lastLine(string(out)))
+	}
+	return r.need(name, "the same bytes", err == nil, "%s", lastLine(string(out)))
 }
 
 // taken reports what opening the blocks took of the device. The driver may take something for a stream, but no copy of
@@ -124,18 +196,30 @@ func (r *report) compare(name string, f found) error {
 	return r.need(name+": digests in another process", "as on the disk", same, "%d blocks", len(f.SHA256))
 }
 
-// readBlocks is the other process: it opens the blocks of which stdin tells.
-func readBlocks(_ context.Context, c config, stdout io.Writer) error {
-	var o offer
-	if err := json.NewDecoder(os.Stdin).Decode(&o); err != nil {
+// attachBlocks is the process that attaches to the holder of which stdin tells.
+func attachBlocks(ctx context.Context, c config, stdout io.Writer) (err error) {
+	var h holder
+	if err := json.NewDecoder(os.Stdin).Decode(&h); err != nil {
 		return err
 	}
 	d, err := openDriver(c.Device)
 	if err != nil {
 		return err
 	}
+	start := time.Now()
+	at, err := kiln.Client{Socket: h.Socket}.Attach(ctx, h.Aggregate)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, at.Close()) }()
+	asked := time.Since(start)
+	var o offer
+	for _, b := range at.Blocks {
+		o.UUID, o.Blocks = b.Device.UUID, append(o.Blocks, b.Handle)
+	}
 	f, opened, err := open(d, o)
 	if err == nil {
+		f.Seconds += asked.Seconds()
 		f.SHA256, err = digests(opened, o)
 	}
 	if err = errors.Join(err, closeAll(opened)); err == nil {
@@ -223,12 +307,7 @@ func descriptors(ctx context.Context, r *report) (err error) {
 	if err != nil {
 		return errors.Join(err, closeAll(opened))
 	}
-	ratio := f.Seconds / o.Loaded.Seconds()
-	if err := errors.Join(r.compare("vmm-fd", f),
-		r.figure("vmm-fd: open", "%d blocks in %.1f ms", len(opened), f.Seconds*1e3),
-		r.goal("vmm-fd: open / load, in time", "≤ 1/100", ratio <= 0.01, "1/%.0f", 1/ratio),
-		r.taken("vmm-fd", f),
-		r.figure("vmm-fd: mapped only for reading", "%v", f.ReadOnly)); err != nil {
+	if err := errors.Join(r.compare("vmm-fd, sent by hand", f), r.taken("vmm-fd, sent by hand", f)); err != nil {
 		return err
 	}
 	if err := kill(); err != nil {

@@ -10,6 +10,7 @@ import (
 	"os"
 	"os/signal"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"strings"
 	"testing"
@@ -45,9 +46,16 @@ func check(t *testing.T, change ...string) (code int, stdout string) {
 		t.Setenv("FAKECUDA_"+name, value)
 	}
 	const mib = 1 << 20
+	short, err := os.MkdirTemp("", "g") // a socket is made below it
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer os.RemoveAll(short)
+	t.Setenv("TMPDIR", short)
 	c := defaults()
 	c.Dir, c.Shm = t.TempDir(), t.TempDir()
 	c.Model, c.Small, c.Shards, c.Copy, c.Buffer = 4*mib, 2*mib, 4, 4*mib, 4*mib
+	c.Client = "../../gpuload/attach/kiln_attach.py"
 	c.Chunks, c.Allocs, c.Bound = []int64{mib, 2 * mib}, []int64{2 * mib, 4 * mib}, time.Hour
 	text, err := json.Marshal(c)
 	if err != nil {
@@ -55,13 +63,29 @@ func check(t *testing.T, change ...string) (code int, stdout string) {
 	}
 	var out, stderr bytes.Buffer
 	code = run(t.Context(), []string{"-config", string(text)}, &out, &stderr)
-	for _, dir := range []string{c.Dir, c.Shm} {
+	for _, dir := range []string{c.Dir, c.Shm, short} {
 		if left, err := os.ReadDir(dir); err != nil || len(left) > 0 {
 			t.Errorf("%s: %d files left (%v)", dir, len(left), err)
 		}
 	}
+	for running(t, short) {
+		runtime.Gosched() // the kernel ends what a part that was killed had started
+	}
 	t.Log(stderr.String() + out.String())
 	return code, out.String()
+}
+
+// running says whether there is a process whose arguments name the folder.
+func running(t *testing.T, folder string) bool {
+	t.Helper()
+	paths, err := filepath.Glob("/proc/[0-9]*/cmdline")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return slices.ContainsFunc(paths, func(path string) bool {
+		b, err := os.ReadFile(path)
+		return err == nil && bytes.Contains(b, []byte(folder))
+	})
 }
 
 // cells returns the figure and the last cell of each row, by its name.
@@ -94,7 +118,8 @@ func TestCheck(t *testing.T) {
 		"driver", "gpuload/cuda opens the device", "alignment of allocations", "memory after freeing",
 		"pinned memory to device, 2 MiB a copy", "digests of what is read back", "audit",
 		"cuda-ipc: digests in another process", "cuda-ipc: no copy of the weights",
-		"cuda-ipc, Python: digests in another process", "vmm-fd: digests in another process",
+		"cuda-ipc: Python", "vmm-fd: digests in another process", "vmm-fd: Python",
+		"vmm-fd, sent by hand: digests in another process",
 		"vmm-fd, its maker killed: digests in another process",
 		"vmm-fd, opened again after that: digests in another process", "more memory than there is",
 		"memory after it ran out", "error: cuMemAlloc without a context",
@@ -103,7 +128,8 @@ func TestCheck(t *testing.T) {
 			t.Errorf("%s: %q", name, rows[name])
 		}
 	}
-	if rows["cuda-ipc: more device memory"][0] != "0 bytes" || rows["vmm-fd: mapped only for reading"][0] != "true" {
+	if rows["cuda-ipc: more device memory"][0] != "0 bytes" || rows["vmm-fd: mapped only for reading"][0] != "true" ||
+		rows["cuda-ipc: mapped only for reading"][0] != "false" {
 		t.Errorf("%q", rows)
 	}
 }
@@ -119,7 +145,7 @@ func TestFaults(t *testing.T) {
 		{"FAIL_IPC=1", 1, "attach", "failed (publish the weights"},
 		{"FAIL_COPY=1", 1, "copies", "failed (copy: an illegal memory access"},
 		{"FAIL_PIN=1", 1, "copies", "failed (cuMemHostRegister: out of memory"},
-		{"FAIL_READ=1", 1, "cuda-ipc: another process opens the blocks", "failed (must be: an answer)"},
+		{"FAIL_READ=1", 1, "cuda-ipc: another process attaches", "failed (must be: an answer)"},
 		{"NO_FD=1", 0, "vmm-fd", "left out (open cuda:0: vmm-fd: the device has CU_DEVICE_ATTRIBUTE_HANDLE_TYPE"},
 		{"NO_READ_ONLY=1", 0, "vmm-fd: mapped only for reading", "ok"},
 		{"MEMORY=1048576", 1, "allocation", "failed (cuMemAlloc of 2097152: out of memory"},

@@ -17,6 +17,7 @@ import (
 	"os/signal"
 	"runtime"
 	"strings"
+	"syscall"
 	"time"
 )
 
@@ -33,6 +34,8 @@ type config struct {
 	Allocs      []int64
 	Buffer      int64         // bytes that are pinned for the copies; no chunk is larger
 	Python      string        // empty: none
+	Sockets     string        // a folder for them
+	Client      string        // path of kiln_attach.py
 	Bound       time.Duration // of all parts together
 	ModelShards []shard       // what Dir holds
 	SmallShards []shard       // what Shm holds
@@ -59,10 +62,10 @@ var parts = []part{
 }
 
 // roles are what else a process of this program can be: the other side of a part.
-var roles = map[string]func(context.Context, config, io.Writer) error{"read": readBlocks, "export": exportBlocks}
+var roles = map[string]func(context.Context, config, io.Writer) error{"client": attachBlocks, "export": exportBlocks}
 
 func main() {
-	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt)
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	code := run(ctx, os.Args[1:], os.Stdout, os.Stderr)
 	stop()
 	os.Exit(code)
@@ -77,6 +80,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 	role := fs.String("role", "", "the part that this process is; empty: all, each in a process of its own")
 	fs.IntVar(&c.Device, "device", 0, "index of the device")
 	fs.StringVar(&c.Dir, "dir", c.Dir, "folder for the large model, on a disk")
+	fs.StringVar(&c.Client, "client", c.Client, "path of the Python client")
 	fs.Int64Var(&c.Model, "bytes", c.Model, "bytes of the large model, made smaller where disk or memory is small")
 	if err := fs.Parse(args); err != nil {
 		return 2
@@ -116,6 +120,7 @@ func defaults() config {
 		Dir: os.TempDir(), Shm: "/dev/shm", Model: 8e9, Small: 2e9, Shards: 16, Copy: 4096 * mib, Buffer: 64 * mib,
 		Chunks: []int64{1 * mib, 2 * mib, 4 * mib, 8 * mib, 16 * mib, 32 * mib, 64 * mib},
 		Allocs: []int64{2 * mib, 64 * mib, 1024 * mib, 4096 * mib}, Bound: 280 * time.Second,
+		Client: "gpuload/attach/kiln_attach.py",
 	}
 	c.Python, _ = exec.LookPath("python3")
 	return c
@@ -138,23 +143,23 @@ func all(ctx context.Context, c config, stdout, stderr io.Writer) (held bool, er
 	defer cancel()
 	start := time.Now()
 	var t table
-	remove, err := makeModels(ctx, &c)
+	remove := func() error { return nil }
 	defer func() { err = errors.Join(err, remove()) }()
-	if err != nil {
-		return false, err
-	}
-	fmt.Fprintf(stderr, "models: %.1f and %.1f GB in %.1f s\n", float64(c.Model)/1e9, float64(c.Small)/1e9,
-		time.Since(start).Seconds())
-	for _, p := range parts {
+	for i, p := range parts {
+		if i == 1 && !t.broken {
+			if remove, err = makeModels(ctx, &c); err != nil {
+				return false, err
+			}
+			fmt.Fprintf(stderr, "models: %.1f and %.1f GB\n", float64(c.Model)/1e9, float64(c.Small)/1e9)
+		}
 		switch {
 		case ctx.Err() != nil:
 			t.add(row{Name: p.name, Status: leftOut, Why: context.Cause(ctx).Error()})
 		case t.broken:
 			t.add(row{Name: p.name, Status: leftOut, Why: "there is no device"})
 		default:
-			begun := time.Now()
 			p.inProcess(ctx, c, &t)
-			fmt.Fprintf(stderr, "%s: %.1f s\n", p.name, time.Since(begun).Seconds())
+			fmt.Fprintf(stderr, "%s: done after %.1f s\n", p.name, time.Since(start).Seconds())
 		}
 	}
 	t.add(row{Name: "all of it", Figure: fmt.Sprintf("%.0f s", time.Since(start).Seconds()), Status: ok})
@@ -208,9 +213,15 @@ func again(ctx context.Context, role string, c config) (*exec.Cmd, error) {
 	if err != nil {
 		return nil, err
 	}
-	cmd := exec.CommandContext(ctx, self, "-role", role, "-config", string(settings))
+	return bound(ctx, self, "-role", role, "-config", string(settings)), nil
+}
+
+// bound is a command that is killed when ctx ends, or this process.
+func bound(ctx context.Context, name string, args ...string) *exec.Cmd {
+	cmd := exec.CommandContext(ctx, name, args...)
 	cmd.WaitDelay = 5 * time.Second
-	return cmd, nil
+	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+	return cmd
 }
 
 func lastLine(s string) string {

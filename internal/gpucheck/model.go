@@ -27,7 +27,7 @@ type shard struct {
 	SHA256 string // of these bytes, hex
 }
 
-// makeModels writes both models in folders of their own and says so in c. The large one takes at most half of the disk
+// makeModels writes both models in folders of their own, makes one for sockets, and says so in c. The large one takes at most half of the disk
 // and a third of the memory, the small one a quarter of its file system. remove is never nil.
 func makeModels(ctx context.Context, c *config) (remove func() error, err error) {
 	var made []string
@@ -37,6 +37,10 @@ func makeModels(ctx context.Context, c *config) (remove func() error, err error)
 		}
 		return err
 	}
+	if c.Sockets, err = os.MkdirTemp("", "kiln-gpucheck-"); err != nil { // short: a socket's path has 107 bytes at most
+		return remove, err
+	}
+	made = append(made, c.Sockets)
 	available := availableMemory()
 	if room(c.Shm) < 1<<20 {
 		c.Shm = c.Dir

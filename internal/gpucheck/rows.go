@@ -63,7 +63,9 @@ func (r *report) leave(name string, why any) error {
 }
 
 // oneLine makes a text fit for a cell.
-func oneLine(s string) string { return strings.ReplaceAll(strings.Join(strings.Fields(s), " "), "|", "/") }
+func oneLine(s string) string {
+	return strings.ReplaceAll(strings.Join(strings.Fields(s), " "), "|", "/")
+}
 
 // table is all rows.
 type table struct {
