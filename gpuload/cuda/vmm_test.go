@@ -5,12 +5,14 @@ package cuda
 import (
 	"bytes"
 	"context"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"io"
 	"net"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"strings"
 	"syscall"
 	"testing"
@@ -442,5 +444,44 @@ func TestSticky(t *testing.T) {
 		if err := target.Free(); !errors.As(err, &e) || held(t) != before {
 			t.Errorf("%s: free: %v, %d held, %d before", kind, err, held(t), before)
 		}
+	}
+}
+
+// TestHungLoad cancels a load whose copies never end: it returns, and the device may go on reading its buffers.
+func TestHungLoad(t *testing.T) {
+	fake.Reset()
+	t.Cleanup(fake.Reset)
+	before := held(t)
+	dir := t.TempDir()
+	head := `{"t":{"dtype":"U8","shape":[65536],"data_offsets":[0,65536]}}`
+	file := append(binary.LittleEndian.AppendUint64(nil, uint64(len(head))), head...)
+	if err := os.WriteFile(filepath.Join(dir, "m.safetensors"), append(file, make([]byte, 1<<16)...), 0o666); err != nil {
+		t.Fatal(err)
+	}
+	src, err := gpuload.OpenDir(dir, false, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer src.Close()
+	p, err := gpuload.NewPlan(t.Context(), src, []string{"m.safetensors"}, gpuload.Want{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	target := openVMM(t, 0)
+	target.patience = 10 * time.Millisecond
+	fake.Set("HANG", 1)
+	ctx, cancel := context.WithCancel(t.Context())
+	_, err = gpuload.Load(ctx, p, src, target, gpuload.Options{ChunkBytes: 4096, Progress: func(_ string, done int64) {
+		if done > p.Shards[0].Data { // a copy was submitted
+			cancel()
+		}
+	}})
+	if !errors.Is(err, context.Canceled) || !errors.Is(err, gpuload.ErrHung) {
+		t.Errorf("%v, want %v and %v", err, context.Canceled, gpuload.ErrHung)
+	}
+	fake.Set("HANG", 0)
+	target.patience = patience
+	if err := target.Free(); err != nil || held(t) != before || fake.Get("UNPINNED") != 0 {
+		t.Errorf("%d held, %d before: %v", held(t), before, err)
 	}
 }
