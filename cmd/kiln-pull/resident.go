@@ -143,6 +143,8 @@ func explainLoad(err error) error {
 			"the weights are held whole; free some memory, or take a machine with more")
 	case errors.Is(err, gpuload.ErrDevice), errors.Is(err, gpuload.ErrHung), errors.As(err, new(*cuda.Error)):
 		return cli.Exit(cli.CodeDevice, err)
+	case errors.Is(err, resident.ErrLeased):
+		return cli.Hint(cli.Exit(cli.CodeNo, err), "--drain-timeout gives those who are attached more time")
 	case errors.Is(err, localsock.ErrTaken):
 		return cli.Hint(cli.Exit(cli.CodeUsage, err),
 			"attach to what is held there (kiln-pull attach), end it (kiln-pull release), or name another --socket")
@@ -180,7 +182,7 @@ func (f *residentFlags) run(ctx context.Context, arg string, stdout, stderr io.W
 	}
 	s := &resident.Server{
 		Version: cli.Version(), Backend: "synthetic", Model: f.name(arg), Gate: gate, Log: log, Drain: f.drain,
-		Debug: f.debug || resident.DebugEnabled(os.Getenv("KILN_DEBUG_ENDPOINTS")), Socket: f.attachable(),
+		Debug: f.debug || resident.DebugEnabled(os.Getenv("KILN_DEBUG_ENDPOINTS")), Socket: f.attachable(arg, want),
 		Notify: func(state string) {
 			if err := sdnotify.Send(state); err != nil {
 				cli.Warn(stderr, "%v", err)
@@ -258,13 +260,18 @@ func (f *residentFlags) resolve(ctx context.Context, from source, note func(stri
 // socketOff is the value of --socket for a model that nobody attaches to.
 const socketOff = "off"
 
-// attachable is the socket for the server: a folder if the aggregate is to name it.
-func (f *residentFlags) attachable() string {
+// attachable is the socket for the server: a folder if what is read from it is to name it.
+func (f *residentFlags) attachable(arg string, want identity.Aggregate) string {
+	if want.IsZero() {
+		want, _, _ = transfer.ParseAggregate(arg) // what is none is refused elsewhere
+	}
 	switch {
 	case f.synthetic || f.socket == socketOff:
 		return ""
-	case f.socket == "":
+	case f.socket == "" && want.IsZero():
 		return attach.Folder() + "/"
+	case f.socket == "":
+		return filepath.Join(attach.Folder(), attach.SocketName(want))
 	}
 	return f.socket
 }

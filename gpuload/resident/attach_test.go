@@ -298,7 +298,7 @@ func TestGraceExceeded(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer a.Close()
-	if err := r.stop(); !errors.Is(err, context.DeadlineExceeded) || !strings.Contains(err.Error(), "1 leases were cut off") {
+	if err := r.stop(); !errors.Is(err, resident.ErrLeased) || !strings.Contains(err.Error(), "1 were cut off") {
 		t.Errorf("%v", err)
 	}
 	if r.weights.State() != gpuload.Freed {

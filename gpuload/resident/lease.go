@@ -26,6 +26,9 @@ const (
 	waiting     = 16                    // events that wait to be taken
 )
 
+// ErrLeased: the memory was freed although others were attached to it.
+var ErrLeased = errors.New("leases were left")
+
 // leases are the attachments that are open.
 type leases struct {
 	mu     sync.Mutex
@@ -105,7 +108,7 @@ func (l *leases) drain(ctx context.Context) error {
 	if n == 0 {
 		return nil
 	}
-	return fmt.Errorf("drain: %d leases were cut off: %w", n, context.Cause(ctx))
+	return fmt.Errorf("drain: %w: %d were cut off", ErrLeased, n)
 }
 
 // stream is one attachment.
@@ -115,7 +118,8 @@ type stream struct {
 	files  []*os.File
 	events chan attach.Event
 
-	mu sync.Mutex // of writing
+	mu       sync.Mutex // of writing
+	patience time.Duration
 }
 
 // upgrades says whether a request asks for an attach.
@@ -165,7 +169,8 @@ func (s *Server) lease(w http.ResponseWriter, g *granted) error {
 	}
 	c := conn.(*connection)
 	defer c.Close()
-	t := &stream{conn: c, r: buffered.Reader, files: g.files, events: make(chan attach.Event, waiting)}
+	t := &stream{conn: c, r: buffered.Reader, files: g.files, events: make(chan attach.Event, waiting),
+		patience: lineTimeout}
 	if !s.leases.add(t) {
 		return nil // it drains by now: the client sees the end of the connection
 	}
@@ -268,7 +273,7 @@ func (t *stream) line(text []byte, files []*os.File) error { return t.write(appe
 func (t *stream) write(b []byte, files []*os.File) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	if err := t.conn.SetWriteDeadline(time.Now().Add(lineTimeout)); err != nil {
+	if err := t.conn.SetWriteDeadline(time.Now().Add(t.patience)); err != nil {
 		return err
 	}
 	if len(files) > 0 {
@@ -289,7 +294,7 @@ func (t *stream) send(b []byte, files []*os.File) (n int, err error) {
 		fds[i] = int(f.Fd())
 	}
 	rights := syscall.UnixRights(fds...)
-	for end := time.Now().Add(lineTimeout); ; {
+	for end := time.Now().Add(t.patience); ; {
 		n, _, err = t.conn.WriteMsgUnix(b, rights, nil)
 		if !errors.Is(err, syscall.ETOOMANYREFS) || time.Now().After(end) {
 			return n, err

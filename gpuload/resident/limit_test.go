@@ -2,12 +2,15 @@ package resident
 
 import (
 	"bufio"
+	"errors"
 	"io"
 	"net"
 	"net/http"
+	"os"
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/kiln-registry/kiln-registry/gpuload/attach"
 	"github.com/kiln-registry/kiln-registry/internal/localsock"
@@ -63,5 +66,54 @@ func TestLimit(t *testing.T) {
 	<-accepted
 	if n := len(l.places); n != 2 {
 		t.Errorf("%d connections count, want 2", n)
+	}
+}
+
+// TestPatience writes to a client that takes nothing: the lease ends, at last or when too many events wait.
+func TestPatience(t *testing.T) {
+	s, err := localsock.Listen(filepath.Join(t.TempDir(), "s"))
+	if err == nil {
+		err = s.Publish("x")
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer s.Close()
+	l := &limited{s, make(chan struct{}, 2)}
+	open := func() *stream {
+		c, err := net.Dial("unix", s.Path())
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { c.Close() })
+		a, err := l.Accept()
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { a.Close() })
+		return &stream{conn: a.(*connection), events: make(chan attach.Event, waiting), patience: time.Millisecond}
+	}
+	if err := open().line(make([]byte, 64<<20), nil); !errors.Is(err, os.ErrDeadlineExceeded) {
+		t.Errorf("a line that nobody takes: %v", err)
+	}
+	var all leases
+	slow := open()
+	if !all.add(slow) {
+		t.Fatal("no lease")
+	}
+	for range waiting {
+		all.tell(attach.Event{Kind: attach.EventDamaged})
+	}
+	if err := slow.conn.SetDeadline(time.Time{}); err != nil {
+		t.Errorf("the lease has ended early: %v", err)
+	}
+	all.tell(attach.Event{Kind: attach.EventDamaged})
+	if err := slow.conn.SetDeadline(time.Time{}); !errors.Is(err, net.ErrClosed) {
+		t.Errorf("the lease has not ended: %v", err)
+	}
+	all.remove(slow)
+	all.refuse()
+	if all.add(slow) {
+		t.Error("a lease after the last one")
 	}
 }
