@@ -18,6 +18,8 @@ import (
 	"sync"
 	"testing"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/kiln-registry/kiln-registry/api/client"
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/internal/cli"
@@ -458,4 +460,40 @@ func (h *blocker) Write(b []byte) (int, error) {
 		h.full()
 	}
 	return h.stopper.Write(b)
+}
+
+// TestResidentFull: a disk that fills up while the model comes in leaves no folder and nothing held. It needs the right to
+// mount.
+func TestResidentFull(t *testing.T) {
+	o := newOnePass(t)
+	small := t.TempDir()
+	if err := unix.Mount("none", small, "tmpfs", 0, "size=48m"); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := unix.Unmount(small, 0); err != nil {
+			t.Error(err)
+		}
+	})
+	dir, filler := filepath.Join(small, "m"), filepath.Join(small, "filler")
+	o.does(func(w http.ResponseWriter, r *http.Request, digest string, to http.Handler) {
+		if digest == o.base.Shards[1].Digest.String() {
+			if err := os.WriteFile(filler, make([]byte, 48<<20), 0o666); err == nil {
+				t.Error("the disk is not full")
+			}
+		}
+		to.ServeHTTP(w, r)
+	})
+	o.fails(cli.CodeDisk, o.ref, "--dir", dir)
+	if _, err := os.Lstat(dir); err == nil {
+		t.Error("there is a folder")
+	}
+	o.does(nil)
+	if err := os.Remove(filler); err != nil {
+		t.Fatal(err)
+	}
+	o.holds(o.ref, "--dir", dir)
+	if err := run(t.Context(), []string{"verify", dir}, io.Discard, io.Discard); err != nil {
+		t.Error(err)
+	}
 }

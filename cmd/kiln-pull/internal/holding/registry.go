@@ -89,7 +89,9 @@ func (h *Holding) pull(ctx context.Context, c *client.Client, plan transfer.Plan
 		return held, err
 	}
 	var weights *gpuload.Resident
-	if o.Cache == nil {
+	if o.Cache != nil {
+		h.Note("with a cache the model is pulled first, then loaded")
+	} else {
 		o.Bring = func(ctx context.Context, missing []staging.File, to *staging.Area) (err error) {
 			weights, err = h.bring(ctx, c, plan, missing, to)
 			return err
