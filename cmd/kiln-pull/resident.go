@@ -310,6 +310,7 @@ type loadJSON struct {
 	Read    float64 `json:"read_busy_seconds"`
 	Hash    float64 `json:"hash_busy_seconds"`
 	Copy    float64 `json:"copy_busy_seconds"`
+	Disk    float64 `json:"disk_busy_seconds,omitempty"` // absent: nothing was written to a folder
 	Lanes   int     `json:"lanes"`
 	Buffer  int64   `json:"buffer_bytes"`
 }
@@ -322,7 +323,8 @@ func (f *residentFlags) announce(stdout, stderr io.Writer, url string, s *reside
 		m, st := w.Manifest(), w.Stats()
 		out.Aggregate, out.Size, out.Shards, out.Tensors = m.Aggregate, m.TotalSize, len(m.Shards), len(w.Tensors())
 		out.Load = &loadJSON{
-			st.Elapsed.Seconds(), st.Read.Seconds(), st.Hash.Seconds(), st.Copy.Seconds(), st.Lanes, st.Buffer,
+			st.Elapsed.Seconds(), st.Read.Seconds(), st.Hash.Seconds(), st.Copy.Seconds(), st.Disk.Seconds(), st.Lanes,
+			st.Buffer,
 		}
 		text = fmt.Sprintf("resident: %s, %s", m.Aggregate, cli.Bytes(int64(m.TotalSize)))
 		if !f.Quiet && !f.JSON {
