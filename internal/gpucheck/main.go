@@ -103,6 +103,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 			return 1
 		}
 	case roles[*role] != nil:
+		runtime.LockOSThread()
 		err = roles[*role](ctx, c, stdout)
 	default:
 		err = one(ctx, *role, c, stdout)
@@ -126,7 +127,7 @@ func defaults() config {
 	return c
 }
 
-// one runs a part in this process, on one thread.
+// one runs a part in this process, on one thread, as a role is run.
 func one(ctx context.Context, name string, c config, stdout io.Writer) error {
 	for _, p := range parts {
 		if p.name == name {
