@@ -27,8 +27,8 @@ type shard struct {
 	SHA256 string // of these bytes, hex
 }
 
-// makeModels writes both models in folders of their own, makes one for sockets, and says so in c. The large one takes at most half of the disk
-// and a third of the memory, the small one a quarter of its file system. remove is never nil.
+// makeModels writes both models in folders of their own, makes one for sockets, and says so in c. The large model takes
+// at most half of the disk and a third of the memory, the small one a quarter of its file system. remove is never nil.
 func makeModels(ctx context.Context, c *config) (remove func() error, err error) {
 	var made []string
 	remove = func() (err error) {
