@@ -211,7 +211,7 @@ func TestResidentDir(t *testing.T) {
 	parent := t.TempDir()
 	dir, other := filepath.Join(parent, "m"), filepath.Join(parent, "other")
 	o.does(nil)
-	if p := o.holds(o.ref, "--dir", dir); p.Path != dir {
+	if p := o.holds(o.ref, "--dir", dir); p.Path != dir || p.Load.Disk == 0 {
 		t.Errorf("announced %+v", p.announcement)
 	}
 	o.sentTimes(1)
@@ -223,7 +223,7 @@ func TestResidentDir(t *testing.T) {
 	}
 	same(t, dir, other)
 	o.does(nil)
-	if p := o.holds(o.ref, "--dir", dir); p.Path != dir { // it is there already
+	if p := o.holds(o.ref, "--dir", dir); p.Path != dir || p.Load.Disk != 0 { // it is there already
 		t.Errorf("announced %+v", p.announcement)
 	}
 	o.sentTimes(0)
