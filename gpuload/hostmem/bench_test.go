@@ -107,7 +107,11 @@ func copyFile(b *testing.B, path string) {
 		if _, err := io.ReadFull(f, buf); err != nil {
 			b.Fatal(err)
 		}
-		if _, err := t.Submit(b.Context(), buf, block, off); err != nil {
+		copied, err := t.Submit(b.Context(), buf, block, off)
+		if err != nil {
+			b.Fatal(err)
+		}
+		if err := copied.Wait(b.Context()); err != nil {
 			b.Fatal(err)
 		}
 	}
