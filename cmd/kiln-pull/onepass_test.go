@@ -152,8 +152,8 @@ func (o *onePass) holds(args ...string) (p *process) {
 // fails runs kiln-pull resident, which must end with a code.
 func (o *onePass) fails(code int, args ...string) error {
 	o.t.Helper()
-	err := run(o.t.Context(), append([]string{"resident", "--listen", "127.0.0.1:0", "--socket", "off", "--device", "host"},
-		args...), io.Discard, io.Discard)
+	args = append([]string{"resident", "--listen", "127.0.0.1:0", "--socket", "off", "--device", "host"}, args...)
+	err := run(o.t.Context(), args, io.Discard, io.Discard)
 	if cli.Code(err) != code {
 		o.t.Errorf("%q: %v (code %d), want code %d", args, err, cli.Code(err), code)
 	}
@@ -197,7 +197,8 @@ func TestResidentStreamDebug(t *testing.T) {
 			Path   *string `json:"model_path"`
 		} `json:"model"`
 	}
-	if status := ask(t, p.URL+"/v1/debug/model-state", &body); status != 200 || body.Model.Layers != 3 || body.Model.Path != nil {
+	status := ask(t, p.URL+"/v1/debug/model-state", &body)
+	if status != 200 || body.Model.Layers != 3 || body.Model.Path != nil {
 		t.Errorf("%d %+v", status, body)
 	}
 	if err := p.stop(); err != nil {
@@ -232,8 +233,9 @@ func TestResidentDir(t *testing.T) {
 		t.Fatal(err)
 	}
 	o.holds(o.ref, "--dir", dir) // only what is missing comes
-	if n, all := o.sentOf(lost.Digest.String()), o.sentOf(o.base.Shards[1].Digest.String()); n != int64(lost.Size) || all != 0 {
-		t.Errorf("%d bytes of the lost shard sent, %d of the other", n, all)
+	n, rest := o.sentOf(lost.Digest.String()), o.sentOf(o.base.Shards[1].Digest.String())
+	if n != int64(lost.Size) || rest != 0 {
+		t.Errorf("%d bytes of the lost shard sent, %d of the other", n, rest)
 	}
 	same(t, dir, other)
 }
@@ -244,7 +246,11 @@ func same(t *testing.T, a, b string) {
 	names := func(dir string) (all []string) {
 		beside := filepath.Join(filepath.Dir(dir), "."+filepath.Base(dir)+".kiln")
 		for _, top := range []string{dir, beside} {
-			if err := staging.Walk(top, func(name string, _ os.DirEntry) error { all = append(all, name); return nil }); err != nil {
+			err := staging.Walk(top, func(name string, _ os.DirEntry) error {
+				all = append(all, name)
+				return nil
+			})
+			if err != nil {
 				t.Fatal(err)
 			}
 		}
@@ -275,7 +281,8 @@ func same(t *testing.T, a, b string) {
 // flip changes the last byte of each answer that has the last byte of a blob.
 func flip(d identity.Digest, size uint64) func(http.ResponseWriter, *http.Request, string, http.Handler) {
 	return func(w http.ResponseWriter, r *http.Request, digest string, to http.Handler) {
-		if digest == d.String() && (r.Header.Get("Range") == "" || strings.HasSuffix(r.Header.Get("Range"), fmt.Sprint("-", size-1))) {
+		part := r.Header.Get("Range")
+		if digest == d.String() && (part == "" || strings.HasSuffix(part, fmt.Sprint("-", size-1))) {
 			rec := httptest.NewRecorder()
 			to.ServeHTTP(rec, r)
 			b := rec.Body.Bytes()
@@ -394,7 +401,8 @@ func TestResidentCancelled(t *testing.T) {
 		}
 		to.ServeHTTP(w, r)
 	})
-	err := run(ctx, []string{"resident", o.ref, "--dir", dir, "--listen", "127.0.0.1:0", "--socket", "off"}, io.Discard, io.Discard)
+	args := []string{"resident", o.ref, "--dir", dir, "--listen", "127.0.0.1:0", "--socket", "off"}
+	err := run(ctx, args, io.Discard, io.Discard)
 	if err != nil && cli.Code(err) != cli.CodeTryAgain {
 		t.Errorf("%v (code %d)", err, cli.Code(err))
 	}
@@ -421,7 +429,9 @@ func TestResidentKilled(t *testing.T) {
 		t.Fatal(err)
 	}
 	cmd := exec.Command(self)
-	cmd.Args = []string{"kiln-pull", "resident", o.ref, "--dir", dir, "--device", "host", "--listen", "127.0.0.1:0", "--socket", "off"}
+	cmd.Args = []string{
+		"kiln-pull", "resident", o.ref, "--dir", dir, "--device", "host", "--listen", "127.0.0.1:0", "--socket", "off",
+	}
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)
 	}
@@ -462,8 +472,8 @@ func (h *blocker) Write(b []byte) (int, error) {
 	return h.stopper.Write(b)
 }
 
-// TestResidentFull: a disk that fills up while the model comes in leaves no folder and nothing held. It needs the right to
-// mount.
+// TestResidentFull: a disk that fills up while the model comes in leaves no folder and nothing held. It needs the
+// right to mount.
 func TestResidentFull(t *testing.T) {
 	o := newOnePass(t)
 	small := t.TempDir()

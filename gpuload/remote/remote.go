@@ -42,8 +42,8 @@ func New(c *client.Client, repo string, base identity.Manifest) *Source {
 // Stage is what reading is called in the account of a load.
 func (s *Source) Stage() string { return "network" }
 
-// Open opens a shard by its file name. The first one to do so is taken to be after the header: it asks for what it reads
-// and little more, which is kept. Each later one reads behind that with one request, as long as it reads in order: so
+// Open opens a shard by its file name. The first one to do so is taken to be after the header: it asks for what it
+// reads and little more, which is kept. Each later one reads behind that with one request, as long as it reads in order: so
 // every byte is received once. Requests end with ctx.
 //
 // ReadAt asks again for what is missing where an answer is cut off or stalls, or the server has trouble, as

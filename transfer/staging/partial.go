@@ -294,8 +294,8 @@ func (p *Partial) Close() error {
 // use.
 type Brought struct{ p *Partial }
 
-// Bring opens the file with digest d and a size in bytes, at its start: what is there of it is dropped. Whoever continues
-// one that did not come to its end, in this area or a later one, has what is there hashed then.
+// Bring opens the file with digest d and a size in bytes, at its start: what is there of it is dropped. Whoever
+// continues one that did not come to its end, in this area or a later one, has what is there hashed then.
 func (a *Area) Bring(d identity.Digest, size int64) (*Brought, error) {
 	p := &Partial{area: a, want: d, path: a.part(d), size: size, hash: identity.NewHash(), others: true}
 	err := a.drop(p.path)

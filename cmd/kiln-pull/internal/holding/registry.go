@@ -35,7 +35,8 @@ func (h *Holding) registry(ctx context.Context) (held resident.Held, err error) 
 	}
 	defer c.Close()
 	if len(plan.Base.Shards) == 0 {
-		return held, cli.Exit(cli.CodeBadInput, fmt.Errorf("%s is no base that can be held: %w", plan.Reference(), plan.NoBase))
+		err = fmt.Errorf("%s is no base that can be held: %w", plan.Reference(), plan.NoBase)
+		return held, cli.Exit(cli.CodeBadInput, err)
 	}
 	h.Want = cmp.Or(h.Want, plan.Base.Aggregate)
 	if h.Dir != "" || h.Cache != "" {
