@@ -11,10 +11,10 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"runtime"
 	"strings"
 	"syscall"
 	"testing"
-	"time"
 
 	"github.com/kiln-registry/kiln-registry/gpuload/attach"
 	"github.com/kiln-registry/kiln-registry/gpuload/cuda"
@@ -86,7 +86,8 @@ type keeper struct {
 func hold(t *testing.T, env []string, dir, socket string, args ...string) *keeper {
 	t.Helper()
 	h := &keeper{client: attach.Client{Socket: socket}}
-	h.started = begin(t, env, append([]string{"resident", dir, "--json", "--listen", "127.0.0.1:0", "--socket", socket}, args...)...)
+	args = append([]string{"resident", dir, "--json", "--listen", "127.0.0.1:0", "--socket", socket}, args...)
+	h.started = begin(t, env, args...)
 	for h.Event != "resident" {
 		if err := json.Unmarshal([]byte(h.line(t)), &h.announcement); err != nil {
 			t.Fatal(err)
@@ -123,7 +124,7 @@ func (h *keeper) ends(t *testing.T, env []string, code int, says string, args ..
 func waitFor(t *testing.T, is func() bool) {
 	t.Helper()
 	for !is() {
-		time.Sleep(time.Millisecond)
+		runtime.Gosched()
 		if t.Context().Err() != nil {
 			t.Fatal("waited in vain")
 		}
@@ -247,8 +248,8 @@ func TestHolderKilled(t *testing.T) {
 	}
 }
 
-// TestOtherUser attaches as another user, where there is one to become: to a folder that only the holder can enter, and
-// to one that was opened to everybody.
+// TestOtherUser attaches as another user, where there is one to become: to a folder that only the holder can enter,
+// and to one that was opened to everybody.
 func TestOtherUser(t *testing.T) {
 	dir, m := residentModel(t)
 	folder, err := os.MkdirTemp("/tmp", "kiln") // the parents of t.TempDir are closed to others
@@ -282,8 +283,8 @@ func TestOtherUser(t *testing.T) {
 	}
 }
 
-// TestAuditDevice holds a model on a device, which the stand-in for the driver has, with and without a bit that changes on
-// its way there.
+// TestAuditDevice holds a model on a device, which the stand-in for the driver has, with and without a bit that
+// changes on its way there.
 func TestAuditDevice(t *testing.T) {
 	lib, err := fakecuda.Build(t.TempDir())
 	if err != nil {

@@ -317,7 +317,9 @@ type loadJSON struct {
 
 // announce says on stdout what is held and where, and on stderr what the load was limited by.
 func (f *residentFlags) announce(stdout, stderr io.Writer, url string, s *resident.Server, held resident.Held) error {
-	out := announcement{Event: "resident", URL: url, Backend: s.Backend, Model: s.Model, Path: held.Path, Socket: held.Socket}
+	out := announcement{
+		Event: "resident", URL: url, Socket: held.Socket, Backend: s.Backend, Model: s.Model, Path: held.Path,
+	}
 	text := "resident: no weights (synthetic)"
 	if w := held.Weights; w != nil {
 		m, st := w.Manifest(), w.Stats()

@@ -195,8 +195,8 @@ func (a *Attachment) Bytes(t gpuload.Tensor) []byte {
 	return nil
 }
 
-// Close ends the lease and unmaps host memory: nobody may use Data or an opened handle from then on. A second Close does
-// nothing more.
+// Close ends the lease and unmaps host memory: nobody may use Data or an opened handle from then on. A second Close
+// does nothing more.
 func (a *Attachment) Close() error { return a.close() }
 
 func (a *Attachment) end() error {

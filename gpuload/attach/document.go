@@ -1,5 +1,6 @@
-// Package attach is for a process that uses weights which another process of this machine holds: it asks for a base model
-// by its aggregate, maps the memory that is there, and reads, hashes or copies nothing. doc/attach.md has the protocol.
+// Package attach is for a process that uses weights which another process of this machine holds: it asks for a base
+// model by its aggregate, maps the memory that is there, and reads, hashes or copies nothing. doc/attach.md has the
+// protocol.
 //
 // It opens host memory itself. Memory of a device it hands on as handles, to be opened by the package of that device.
 package attach

@@ -11,6 +11,7 @@ import (
 	"net/http"
 	"os"
 	"path/filepath"
+	"runtime"
 	"strings"
 	"sync"
 	"testing"
@@ -74,7 +75,7 @@ func until(t *testing.T, what string, is func() bool) {
 		if t.Context().Err() != nil {
 			t.Fatal("no end of waiting until " + what)
 		}
-		time.Sleep(time.Millisecond)
+		runtime.Gosched()
 	}
 }
 
@@ -187,7 +188,8 @@ func TestAttachGates(t *testing.T) {
 			t.Errorf("%s: %v, want %s", path, err, code)
 		}
 	}
-	if err := c.Do(t.Context(), "PUT", attach.Path(r.aggregate()), nil, nil); !errors.Is(err, refusedAs(attach.CodeUnknown)) {
+	err := c.Do(t.Context(), "PUT", attach.Path(r.aggregate()), nil, nil)
+	if !errors.Is(err, refusedAs(attach.CodeUnknown)) {
 		t.Errorf("PUT: %v", err)
 	}
 	if got := s.Snapshot(); got.Refused[attach.CodeOtherBase] != 5 || got.Attaches != 0 {
@@ -237,7 +239,8 @@ func TestSocketRefused(t *testing.T) {
 // TestNameTakenMeanwhile has two servers load the same base at once: the second to publish is refused.
 func TestNameTakenMeanwhile(t *testing.T) {
 	folder := filepath.Join(short(t), "s") + "/"
-	first, second := start(t, &resident.Server{Socket: folder}, loadModel(t)), start(t, &resident.Server{Socket: folder}, loadModel(t))
+	first := start(t, &resident.Server{Socket: folder}, loadModel(t))
+	second := start(t, &resident.Server{Socket: folder}, loadModel(t))
 	first.hold(t)
 	close(second.load)
 	if err := second.wait(); !errors.Is(err, localsock.ErrTaken) {

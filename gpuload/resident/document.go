@@ -18,7 +18,8 @@ type attachable struct {
 	lease    func() ([]gpuload.Handle, func(), error)
 }
 
-// describe makes the document of weights that are published. adapter is nil for a base. ErrState when they no longer are.
+// describe makes the document of weights that are published. adapter is nil for a base. ErrState when they no longer
+// are.
 func describe(w *gpuload.Resident, base identity.Aggregate, adapter *attach.Adapter, at time.Time,
 ) (attach.Document, error) {
 	d := attach.Document{
@@ -33,7 +34,9 @@ func describe(w *gpuload.Resident, base identity.Aggregate, adapter *attach.Adap
 	}
 	digests := w.Manifest().Shards
 	for i, s := range w.Shards() {
-		d.Shards = append(d.Shards, attach.Shard{Name: s.Name, Digest: digests[i].Digest, Size: s.Size, Data: s.Size - s.Data})
+		d.Shards = append(d.Shards, attach.Shard{
+			Name: s.Name, Digest: digests[i].Digest, Size: s.Size, Data: s.Size - s.Data,
+		})
 	}
 	handles, release, err := w.Lease()
 	if err != nil {

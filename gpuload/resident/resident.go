@@ -78,8 +78,8 @@ type Held struct {
 	base attachable
 }
 
-// Listen listens on a TCP address. Unless open says that everyone may ask, an address that is not this machine's alone
-// is ErrPublic.
+// Listen listens on a TCP address. Unless open says that everyone may ask, an address that is not this machine's
+// alone is ErrPublic.
 func Listen(ctx context.Context, addr string, open bool) (net.Listener, error) {
 	l, err := new(net.ListenConfig).Listen(ctx, "tcp", addr)
 	if err != nil {
@@ -91,9 +91,9 @@ func Listen(ctx context.Context, addr string, open bool) (net.Listener, error) {
 	return l, nil
 }
 
-// Run answers on l from the start, not ready at first. It calls load, then loaded, and from then on is ready, and can be
-// attached to, until ctx ends or somebody asks for the end, which are no errors. Before it returns it closes l and frees
-// the weights. It returns the error of load, of loaded, of the socket or of the listener.
+// Run answers on l from the start, not ready at first. It calls load, then loaded, and from then on is ready, and can
+// be attached to, until ctx ends or somebody asks for the end, which are no errors. Before it returns it closes l and
+// frees the weights. It returns the error of load, of loaded, of the socket or of the listener.
 func (s *Server) Run(ctx context.Context, l net.Listener, load func(context.Context) (Held, error),
 	loaded func(Held) error,
 ) error {
@@ -173,8 +173,8 @@ func (r *running) attachable(h *Held) {
 	r.serve(r.localServer(r.local), &limited{r.socket, make(chan struct{}, maxConnections)})
 }
 
-// end lets readiness fail first, tells those who are attached, then waits for leases, frees the weights, and waits for
-// requests.
+// end lets readiness fail first, tells those who are attached, then waits for leases, frees the weights, and waits
+// for requests.
 func (r *running) end(ctx context.Context, h *Held) (err error) {
 	r.ending.Store(true)
 	r.notify("STOPPING=1\nSTATUS=draining")

@@ -1,6 +1,6 @@
-// Package localsock listens on unix sockets that only processes of the same user, and root, can reach. A socket is bound
-// under a hidden name first, so that a path on which nothing can listen is found early, and gets its own name when there
-// is something to be asked for.
+// Package localsock listens on unix sockets that only processes of the same user, and root, can reach. A socket is
+// bound under a hidden name first, so that a path on which nothing can listen is found early, and gets its own name
+// when there is something to be asked for.
 package localsock
 
 import (
@@ -54,9 +54,9 @@ func CheckPath(path string) error {
 	return nil
 }
 
-// Listen binds a socket in a folder, under a hidden name. The folder is made if only it is missing, with mode 0700. One
-// of another user, or that others can enter, is ErrFolder, as is a link. What dead processes left unfinished there is
-// removed.
+// Listen binds a socket in a folder, under a hidden name. The folder is made if only it is missing, with mode 0700.
+// One of another user, or that others can enter, is ErrFolder, as is a link. What dead processes left unfinished
+// there is removed.
 func Listen(folder string) (_ *Socket, err error) {
 	folder = filepath.Clean(folder)
 	s := &Socket{path: folder, hidden: fmt.Sprintf("%s%d-%d%s", hiddenStart, os.Getpid(), count.Add(1), hiddenEnd)}
@@ -180,8 +180,8 @@ func (s *Socket) alive(name string) (bool, error) {
 	return false, os.NewSyscallError("connect", err)
 }
 
-// Free says whether Publish could take a name now: ErrTaken where a process listens on it, ErrPath where no socket can
-// have it. What a dead process left does not count.
+// Free says whether Publish could take a name now: ErrTaken where a process listens on it, ErrPath where no socket
+// can have it. What a dead process left does not count.
 func (s *Socket) Free(name string) error {
 	path := filepath.Join(s.path, name)
 	if err := CheckPath(path); err != nil {

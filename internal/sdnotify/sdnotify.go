@@ -1,5 +1,5 @@
-// Package sdnotify tells systemd how a service stands, by the protocol of sd_notify(3). It is one datagram: a library for
-// it would be longer than this.
+// Package sdnotify tells systemd how a service stands, by the protocol of sd_notify(3). It is one datagram: a library
+// for it would be longer than this.
 package sdnotify
 
 import (

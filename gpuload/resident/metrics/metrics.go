@@ -27,7 +27,7 @@ func desc(name, help string, labels ...string) *prometheus.Desc {
 }
 
 var (
-	info       = desc("info", "Always 1; the labels say which version runs, and what holds the weights.", "version", "backend")
+	info       = desc("info", "Always 1; the labels say which version runs, and where the weights are.", "version", "backend")
 	ready      = desc("ready", "1 while the weights are published, undamaged and not draining.")
 	damaged    = desc("damaged", "1 once an audit found other bytes than were published.")
 	size       = desc("bytes", "Bytes of the base model, headers included.")

@@ -88,7 +88,8 @@ func auditCommand() *cobra.Command {
 	var f flags
 	return f.command("audit", "Have the holder of a model read its memory back and hash it again",
 		"Memory of a device can be changed by every process that has it mapped. On damage the exit code is 1, and from\n"+
-			"then on nobody can attach: the holder's /health and /readyz answer 503. Leases stay. What is attached is told.", f.audit)
+			"then on nobody can attach: the holder's /health and /readyz answer 503. Leases stay, and their clients are told.",
+		f.audit)
 }
 
 func releaseCommand() *cobra.Command {

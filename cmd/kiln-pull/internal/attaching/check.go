@@ -61,7 +61,8 @@ func (f *flags) check(ctx context.Context, a identity.Aggregate, stdout io.Write
 	if f.json {
 		return json.NewEncoder(stdout).Encode(out)
 	}
-	_, err = fmt.Fprintf(stdout, "intact: %s; attached in %.4f s, hashed here in %.3f s\n", summary(d), out.Attached, out.Hashed)
+	_, err = fmt.Fprintf(stdout, "intact: %s; attached in %.4f s, hashed here in %.3f s\n", summary(d), out.Attached,
+		out.Hashed)
 	return err
 }
 
@@ -95,8 +96,8 @@ func opened(at *attach.Attachment) (all []block, err error) {
 	return all, nil
 }
 
-// prove hashes every block with the header of its shard, on all processors, and returns how many bytes that were. It ends
-// with the first error.
+// prove hashes every block with the header of its shard, on all processors, and returns how many bytes that were. It
+// ends with the first error.
 func (f *flags) prove(ctx context.Context, at *attach.Attachment, blocks []block) (int64, error) {
 	ctx, stop := context.WithCancelCause(ctx)
 	defer stop(nil)
@@ -172,7 +173,8 @@ func hash(ctx context.Context, s attach.Shard, head []byte, b block) error {
 		off += int64(len(part))
 	}
 	if got := identity.DigestOf(h); got != s.Digest {
-		return cli.Exit(cli.CodeNo, fmt.Errorf("the mapped memory is not what was published: expected %s, got %s", s.Digest, got))
+		return cli.Exit(cli.CodeNo,
+			fmt.Errorf("the mapped memory is not what was published: expected %s, got %s", s.Digest, got))
 	}
 	return nil
 }
