@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The main job, end to end, on embedded defaults in a temporary folder: push a model, rename its shards, push it again,
-# find both by their bytes, pull, verify, hold resident. KEEP=1 leaves the servers up until Ctrl-C. STORE=s3 keeps the
-# bytes in a bucket of a local S3 server, and in the end makes the index anew from that bucket alone.
+# find both by their bytes, pull, verify, and in the end hold resident and attach. KEEP=1 leaves the servers up until
+# Ctrl-C. STORE=s3 keeps the bytes in a bucket of a local S3 server, and makes the index anew from that bucket alone.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 PATH=$root/.bin:$root/.tools/bin:$PATH
@@ -68,14 +68,6 @@ run kiln-pull pull "$aggregate" pulled --repo lab/other-name
 run kiln-pull verify pulled --against "$aggregate"
 run diff -r renamed pulled
 
-step "hold it resident in memory"
-resident=$(free_port)
-printf '\n$ kiln-pull resident pulled --listen 127.0.0.1:%s --device host &\n' "$resident"
-start resident.log "$resident" /health kiln-pull resident pulled --listen "127.0.0.1:$resident" --device host
-printf '\nGET http://127.0.0.1:%s/health\n' "$resident"
-fetch "http://127.0.0.1:$resident/health"
-run kiln-push compare model "http://127.0.0.1:$resident/health"
-
 step "what a training run made from those bytes"
 kiln-push identify --quiet --json model >base.json
 printf '\n$ go run ./internal/testrun -base base.json run\n'
@@ -117,6 +109,23 @@ if [ "${STORE:-}" = s3 ]; then
   serve "${store[@]}"
   run kiln-pull find "$aggregate"
 fi
+
+step "hold it resident, straight from the registry, on a GPU if there is one"
+resident=$(free_port)
+socket=$scratch/resident.sock
+hold=(kiln-pull resident "$aggregate" --repo demo/model --device auto --socket "$socket" --listen "127.0.0.1:$resident")
+printf '\n$ %s &\n' "${hold[*]}"
+start resident.log "$resident" /health "${hold[@]}"
+cat resident.log
+printf '\nGET http://127.0.0.1:%s/health\n' "$resident"
+fetch "http://127.0.0.1:$resident/health"
+run kiln-push compare model "http://127.0.0.1:$resident/health"
+
+step "attach to that memory from another process, by the aggregate and no other"
+run kiln-pull attach "$aggregate" --socket "$socket" --check
+printf '\n$ python3 gpuload/attach/kiln_attach.py %s --socket %s --check\n' "$aggregate" "$socket"
+python3 "$root/gpuload/attach/kiln_attach.py" "$aggregate" --socket "$socket" --check
+no kiln-pull attach "$(kiln-push identify --quiet other | head -n 1)" --socket "$socket" --check
 
 if [ -n "${KEEP:-}" ]; then
   step "still up; Ctrl-C stops and removes everything"
