@@ -251,6 +251,30 @@ func TestNameTakenMeanwhile(t *testing.T) {
 	}
 }
 
+// TestFailedLoadLeavesNoSocket fails to load, and is stopped while it loads.
+func TestFailedLoadLeavesNoSocket(t *testing.T) {
+	folder := filepath.Join(short(t), "s") + "/"
+	failing := start(t, &resident.Server{Socket: folder}, func(context.Context) (h resident.Held, err error) {
+		return h, errors.New("bad bytes")
+	})
+	stopped := start(t, &resident.Server{Socket: folder}, loadModel(t))
+	failing.ask(t, "GET", "/health", "")
+	stopped.ask(t, "GET", "/health", "")
+	if names, err := os.ReadDir(folder); err != nil || len(names) != 2 {
+		t.Errorf("while loading: %v, %v", names, err)
+	}
+	close(failing.load)
+	if err := failing.wait(); err == nil {
+		t.Error("a load that failed is no error")
+	}
+	if err := stopped.stop(); !errors.Is(err, context.Canceled) {
+		t.Error(err)
+	}
+	if names, err := os.ReadDir(folder); err != nil || len(names) != 0 {
+		t.Errorf("left: %v, %v", names, err)
+	}
+}
+
 func TestDrainTellsLeases(t *testing.T) {
 	r, c := attached(t, &resident.Server{})
 	a, err := c.Attach(t.Context(), r.aggregate())
