@@ -133,12 +133,20 @@ func (p *IPC) check(n int64, next int) error {
 }
 
 func (d *Document) checkTensors() error {
+	first := make(map[string]gpuload.Tensor, len(d.Tensors))
 	for _, t := range d.Tensors {
 		if t.Shard < 0 || t.Shard >= len(d.Shards) {
 			return fmt.Errorf("tensor %q is in shard %d of %d", t.Name, t.Shard, len(d.Shards))
 		}
 		if err := checkTensor(t, uint64(d.Shards[t.Shard].Data)); err != nil {
 			return fmt.Errorf("tensor %q: %w", t.Name, err)
+		}
+		if o, ok := first[t.Name]; !ok {
+			first[t.Name] = t
+		} else if o.Shard == t.Shard {
+			return fmt.Errorf("tensor %q is there twice", t.Name)
+		} else if a, b := d.Shards[o.Shard], d.Shards[t.Shard]; a.Digest != b.Digest {
+			return fmt.Errorf("tensor %q is in shard %q and in shard %q, which differ", t.Name, a.Name, b.Name)
 		}
 	}
 	return nil

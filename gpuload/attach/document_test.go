@@ -84,6 +84,27 @@ func TestParse(t *testing.T) {
 	}
 }
 
+// TestTwins: a tensor name in two shards means one thing only if the shards are the same file.
+func TestTwins(t *testing.T) {
+	d := document(t)
+	d.Shards[1].Digest, d.Shards[1].Size, d.Shards[1].Data = d.Shards[0].Digest, d.Shards[0].Size, d.Shards[0].Data
+	var shards []identity.Shard
+	for _, s := range d.Shards {
+		shards = append(shards, identity.Shard{Filename: s.Name, Size: uint64(s.Size), Digest: s.Digest})
+	}
+	m, err := identity.New(shards)
+	if err != nil {
+		t.Fatal(err)
+	}
+	d.Aggregate = m.Aggregate
+	again := d.Tensors[0]
+	again.Shard = 1
+	d.Tensors = append(d.Tensors, again)
+	if _, err := attach.Parse([]byte(encode(t, d))); err != nil {
+		t.Errorf("two shards of the same bytes: %v", err)
+	}
+}
+
 // TestParseRefuses changes one place of a document that is right.
 func TestParseRefuses(t *testing.T) {
 	right := encode(t, document(t))
@@ -144,6 +165,8 @@ func TestParseRefuses(t *testing.T) {
 		{`"offset":16,"nbytes":3`, `"offset":30,"nbytes":3`, "its shard has 32"},
 		{`"offset":16,"nbytes":3`, `"offset":9007199254740991,"nbytes":3`, "its shard has 32"},
 		{`"aligned":false`, `"aligned":true`, "aligned"},
+		{`"name":"w"`, `"name":"t"`, "which differ"},
+		{`"name":"u"`, `"name":"t"`, "twice"},
 		{`"shard":2`, `"shard":3`, "shard 3 of 3"},
 		{`{"schema`, `[{"schema`, ""}, {`"generation":1}`, `"generation":1} 1`, ""}, {`"generation":1}`, `"generation":1`, ""},
 	} {
