@@ -9,10 +9,10 @@
 One file, Python 3.9 or later, standard library only. torch is needed by tensors() alone. The protocol is doc/attach.md
 of https://github.com/kiln-registry/kiln-registry. Linux only.
 
-The lease lasts as long as the attachment, or any tensor or buffer that came from it: close() or the end of the with block
-gives up the attachment's own part, and the last tensor gives back the rest. Memory of the host is mapped for reading: a
-write to such a tensor ends the process with SIGSEGV. attach(writable=True) makes a private copy of a page that is written
-to, tensors(copy=True) copies all. Memory of a device can be written to by whoever has it mapped: do not.
+The lease lasts as long as the attachment, or any tensor or buffer that came from it: close() or the end of the with
+block gives up the attachment's own part, and the last tensor gives back the rest. Memory of the host is mapped for
+reading: a write to such a tensor ends the process with SIGSEGV. attach(writable=True) makes a private copy of a page that
+is written to, tensors(copy=True) copies all. Memory of a device can be written to by whoever has it mapped: do not.
 
 A process made by fork has the lease too; it lasts until both are done.
 """
@@ -42,6 +42,7 @@ from typing import TYPE_CHECKING, Any, Callable, Iterator
 if TYPE_CHECKING:
     import torch
 
+ALGORITHM = "kiln.base-model-content.v1"
 MAX_DOCUMENT = 256 << 20  # bytes
 MAX_HEADER = 100_000_000 + 8  # bytes: the limit of safetensors, and the 8 of the length
 MAX_LINE = 64 << 10  # bytes of a line after the document
@@ -49,20 +50,12 @@ MAX_DESCRIPTORS = 64  # in one message
 MAX_INTEGER = 2**53 - 1
 CHUNK = 16 << 20  # bytes that --check reads at a time
 
-BITS = {
-    "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
-    "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
-    "I16": 16, "U16": 16, "F16": 16, "BF16": 16,
-    "I32": 32, "U32": 32, "F32": 32,
-    "C64": 64, "F64": 64, "I64": 64, "U64": 64,
-}  # fmt: skip
-
-TORCH = {
-    "F4": "float4_e2m1fn_x2", "BOOL": "bool", "U8": "uint8", "I8": "int8", "F8_E5M2": "float8_e5m2",
-    "F8_E4M3": "float8_e4m3fn", "F8_E8M0": "float8_e8m0fnu", "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz", "I16": "int16", "U16": "uint16", "F16": "float16", "BF16": "bfloat16",
-    "I32": "int32", "U32": "uint32", "F32": "float32", "C64": "complex64", "F64": "float64", "I64": "int64",
-    "U64": "uint64",
+DTYPES = {  # of safetensors: bits of an element, and what torch calls it
+    "F4": (4, "float4_e2m1fn_x2"), "F6_E2M3": (6, ""), "F6_E3M2": (6, ""), "BOOL": (8, "bool"), "U8": (8, "uint8"),
+    "I8": (8, "int8"), "F8_E5M2": (8, "float8_e5m2"), "F8_E4M3": (8, "float8_e4m3fn"), "F8_E8M0": (8, "float8_e8m0fnu"),
+    "F8_E4M3FNUZ": (8, "float8_e4m3fnuz"), "F8_E5M2FNUZ": (8, "float8_e5m2fnuz"), "I16": (16, "int16"),
+    "U16": (16, "uint16"), "F16": (16, "float16"), "BF16": (16, "bfloat16"), "I32": (32, "int32"), "U32": (32, "uint32"),
+    "F32": (32, "float32"), "C64": (64, "complex64"), "F64": (64, "float64"), "I64": (64, "int64"), "U64": (64, "uint64"),
 }  # fmt: skip
 
 
@@ -103,7 +96,7 @@ def parse(text: bytes, aggregate: str, adapter: str | None = None) -> dict[str, 
         document = json.loads(
             text.decode("utf-8"), object_pairs_hook=_unique, parse_int=_integer, parse_float=_no, parse_constant=_no
         )
-        _DOCUMENT(document, "document")
+        _match(DOCUMENT, document, "document")
         _check(document, aggregate, adapter)
     except (ValueError, RecursionError) as e:
         raise Untrusted(f"not a document of resident weights: {e}") from None
@@ -127,106 +120,54 @@ def _no(text: str) -> None:
     raise ValueError(f"{text[:40]} is not an integer")
 
 
-Check = Callable[[Any, str], None]
+# The format: a type, a pattern, [of a list], (of what may be null,), or an object's members; one with ? may be left out.
+DIGEST = re.compile("sha256:[0-9a-f]{64}")
+IPC = ({"kind": str, "offset": int, "handle?": str, "descriptor?": int, "allocation_bytes?": int},)
+DOCUMENT = {
+    "schema_version": int, "document_type": str, "aggregate_algorithm": str, "aggregate_sha256": DIGEST,
+    "adapter?": {"digest": DIGEST, "name": str},
+    "verification": {"method": str, "completed_at": str, "bytes": int, "read_back": bool},
+    "devices": [{"index": int, "uuid": str, "pci": str, "backend": str}],
+    "shards": [{"name": str, "sha256": DIGEST, "size_bytes": int, "data_nbytes": int, "device": int, "ipc": IPC,
+                "replicas?": [{"device": int, "ipc": IPC}]}],
+    "tensors": [{"name": str, "dtype": str, "shape": [int], "shard": int, "offset": int, "nbytes": int, "aligned": bool}],
+    "lease": ({"id": str, "mode": str},), "generation": int,
+}  # fmt: skip
 
 
-def _scalar(kind: type) -> Check:
-    def check(value: Any, where: str) -> None:
-        if type(value) is not kind:
-            raise ValueError(f"{where} is no {kind.__name__}")
-        if kind is str:
-            value.encode()
-
-    return check
-
-
-def _digest(value: Any, where: str) -> None:
-    if type(value) is not str or not re.fullmatch("sha256:[0-9a-f]{64}", value):
-        raise ValueError(f"{where} is no digest")
-
-
-def _list(check: Check) -> Check:
-    def each(value: Any, where: str) -> None:
-        if type(value) is not list:
-            raise ValueError(f"{where} is no list")
+def _match(form: Any, value: Any, where: str) -> None:
+    if isinstance(form, tuple):
+        if value is not None:
+            _match(form[0], value, where)
+        return
+    kind = str if isinstance(form, re.Pattern) else form if isinstance(form, type) else type(form)
+    if type(value) is not kind or kind is not form and kind is str and not form.fullmatch(value):
+        raise ValueError(f"{where} is not what it should be")
+    if kind is str:
+        value.encode()  # no half of a surrogate pair
+    elif kind is list:
         for i, element in enumerate(value):
-            check(element, f"{where}[{i}]")
-
-    return each
-
-
-def _null(check: Check) -> Check:
-    return lambda value, where: None if value is None else check(value, where)
-
-
-def _record(required: dict[str, Check], optional: dict[str, Check] | None = None) -> Check:
-    known = {**required, **(optional or {})}
-
-    def check(value: Any, where: str) -> None:
-        if type(value) is not dict:
-            raise ValueError(f"{where} is no object")
-        for name in required:
-            if name not in value:
-                raise ValueError(f"{where} has no member {name}")
+            _match(form[0], element, f"{where}[{i}]")
+    elif kind is dict:
+        odd = value.keys() - {name.rstrip("?") for name in form} or {n for n in form if n[-1] != "?"} - value.keys()
+        if odd:
+            raise ValueError(f"{where} has other members than it should: {min(odd)[:40]!r}")
         for name, member in value.items():
-            if name not in known:
-                raise ValueError(f"{where} has an unknown member {name[:40]!r}")
-            known[name](member, f"{where}.{name}")
-
-    return check
-
-
-_number, _text, _bool = _scalar(int), _scalar(str), _scalar(bool)
-_IPC = _null(
-    _record(
-        {"kind": _text, "offset": _number}, {"handle": _text, "descriptor": _number, "allocation_bytes": _number}
-    )
-)
-_SHARD = _record(
-    {
-        "name": _text, "sha256": _digest, "size_bytes": _number, "data_nbytes": _number, "device": _number, "ipc": _IPC,
-    },
-    {"replicas": _list(_record({"device": _number, "ipc": _IPC}))},
-)  # fmt: skip
-_TENSOR = _record(
-    {
-        "name": _text, "dtype": _text, "shape": _list(_number), "shard": _number, "offset": _number, "nbytes": _number,
-        "aligned": _bool,
-    }
-)  # fmt: skip
-_DOCUMENT = _record(
-    {
-        "schema_version": _number,
-        "document_type": _text,
-        "aggregate_algorithm": _text,
-        "aggregate_sha256": _digest,
-        "verification": _record({"method": _text, "completed_at": _text, "bytes": _number, "read_back": _bool}),
-        "devices": _list(_record({"index": _number, "uuid": _text, "pci": _text, "backend": _text})),
-        "shards": _list(_SHARD),
-        "tensors": _list(_TENSOR),
-        "lease": _null(_record({"id": _text, "mode": _text})),
-        "generation": _number,
-    },
-    {"adapter": _record({"digest": _digest, "name": _text})},
-)
+            _match(form[name] if name in form else form[name + "?"], member, f"{where}.{name}")
 
 
 def aggregate_of(shards: list[dict[str, Any]]) -> str:
     """The aggregate (kiln.base-model-content.v1) of the shards of a document."""
     records = sorted((bytes.fromhex(s["sha256"][7:]), s["size_bytes"]) for s in shards)
-    text = b"kiln.base-model-content.v1\0" + struct.pack("<Q", len(records))
+    text = ALGORITHM.encode() + b"\0" + struct.pack("<Q", len(records))
     text += b"".join(struct.pack("<Q", size) + digest for digest, size in records)
     return "sha256:" + hashlib.sha256(text).hexdigest()
 
 
 def _check(d: dict[str, Any], aggregate: str, adapter: str | None) -> None:
     kind = "kiln.resident-adapter.v1" if adapter else "kiln.resident-weights.v1"
-    for name, want in (
-        ("schema_version", 1),
-        ("document_type", kind),
-        ("aggregate_algorithm", "kiln.base-model-content.v1"),
-        ("aggregate_sha256", aggregate),
-    ):
+    fixed = {"schema_version": 1, "document_type": kind, "aggregate_algorithm": ALGORITHM, "aggregate_sha256": aggregate}
+    for name, want in fixed.items():
         if d[name] != want:
             raise ValueError(f"{name} is {d[name]!r}, want {want!r}")
     if d.get("adapter", {}).get("digest") != adapter:
@@ -280,8 +221,8 @@ def _check_handle(ipc: dict[str, Any] | None, shard: dict[str, Any], next_descri
 
 
 def _check_tensor(t: dict[str, Any], shards: list[dict[str, Any]]) -> None:
-    bits = BITS.get(t["dtype"])
-    if bits is None:
+    bits = DTYPES.get(t["dtype"], (0,))[0]
+    if not bits:
         raise ValueError(f"tensor {t['name']!r} has an unknown dtype {t['dtype'][:40]!r}")
     if t["shard"] >= len(shards):
         raise ValueError(f"tensor {t['name']!r} is in shard {t['shard']} of {len(shards)}")
@@ -326,10 +267,12 @@ class _Connection:
         if os.geteuid() not in (0, uid) and uid != 0:
             raise Untrusted(f"{path} belongs to user ID {uid}")
 
-    def __del__(self) -> None:
+    def close(self) -> None:
         self.socket.close()
         while self.files:
             os.close(self.files.pop())
+
+    __del__ = close
 
     def send(self, data: bytes) -> None:
         try:
@@ -341,15 +284,14 @@ class _Connection:
     def fill(self) -> bool:
         """Reads more; False at the end. Descriptors may come with any byte."""
         left = self.deadline - time.monotonic()
-        if left <= 0:
-            raise AttachError(f"{self.path}: the holder did not answer in time")
-        self.socket.settimeout(left)
+        self.socket.settimeout(max(0.001, left))
         try:
             data, control, flags, _ = self.socket.recvmsg(
                 1 << 20, socket.CMSG_SPACE(4 * MAX_DESCRIPTORS), socket.MSG_CMSG_CLOEXEC
             )
         except OSError as e:
-            raise AttachError(f"{self.path}: {e or 'the holder did not answer in time'}") from None
+            late = isinstance(e, socket.timeout)
+            raise AttachError(f"{self.path}: {'the holder did not answer in time' if late else e}") from None
         for level, kind, content in control:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 files = array.array("i")
@@ -569,6 +511,7 @@ class _DeviceMemory:
                 self.reserved = size
             except DeviceError:
                 cuda("cuMemAddressFree", self.pointer, n)
+                self.pointer.value = 0
                 raise
         finally:
             cuda("cuMemRelease", physical)  # the mapping keeps it
@@ -637,12 +580,19 @@ def attach(
     for the attempt. Every AttachError leaves nothing behind.
     """
     for digest in (aggregate, adapter or aggregate):
-        if not re.fullmatch("sha256:[0-9a-f]{64}", digest):
+        if not DIGEST.fullmatch(digest):
             raise AttachError(f"{digest[:80]!r} is no digest: want sha256: and 64 hexadecimal digits")
     lease = _Connection(socket or socket_path(aggregate), timeout)
-    lease.ask(f"/v1/resident/{aggregate}" + (f"/adapters/{adapter}" if adapter else ""), upgrade=True)
-    held = Attachment(parse(lease.until(b"\n", MAX_DOCUMENT), aggregate, adapter), lease)
-    held._open(device, writable)
+    held = None
+    try:
+        lease.ask(f"/v1/resident/{aggregate}" + (f"/adapters/{adapter}" if adapter else ""), upgrade=True)
+        held = Attachment(parse(lease.until(b"\n", MAX_DOCUMENT), aggregate, adapter), lease)
+        held._open(device, writable)
+    except BaseException:  # its traceback refers to the lease
+        if held:
+            held.close()
+        lease.close()
+        raise
     return held
 
 
@@ -772,7 +722,7 @@ class Attachment:
         return self._memory
 
     def close(self) -> None:
-        """Gives up the attachment. The lease ends when no tensor or buffer of it is left. A second call does nothing."""
+        """Gives up the attachment. The lease ends with the last tensor or buffer. A second call does nothing."""
         with self._lock:
             self._memory, self._lease = [], None
 
@@ -784,7 +734,7 @@ class Attachment:
 
 
 def _view(torch: Any, t: dict[str, Any], flat: torch.Tensor | None, copy: bool, align: int) -> torch.Tensor:
-    dtype, shape = getattr(torch, TORCH.get(t["dtype"], ""), None), list(t["shape"])
+    dtype, shape = getattr(torch, DTYPES[t["dtype"]][1], None), list(t["shape"])
     if dtype is None:
         raise AttachError(f"tensor {t['name']!r}: this torch has no {t['dtype']}; read() gives its bytes")
     if t["dtype"] == "F4":  # two in a byte
@@ -794,7 +744,7 @@ def _view(torch: Any, t: dict[str, Any], flat: torch.Tensor | None, copy: bool, 
     if not t["nbytes"]:
         return torch.empty(shape, dtype=dtype, device=flat.device if flat is not None else "cpu")
     part = flat[t["offset"] : t["offset"] + t["nbytes"]]
-    width = max(1, BITS[t["dtype"]] // 8)
+    width = max(1, DTYPES[t["dtype"]][0] // 8)
     # A view also needs an offset in the storage that is a multiple of the width.
     if copy or t["offset"] % width or part.data_ptr() % width or part.data_ptr() % align:
         part = part.clone()
