@@ -9,7 +9,7 @@ export KILN_TEST_S3 := $(S3)
 BINARIES := .bin/kiln-registry .bin/kiln-push .bin/kiln-pull
 PINS     := internal/tools/go.mod internal/tools/go.sum
 
-.PHONY: all build demo test check generate conformance fuzz interop chaos bench bench-doc device gpu-check docs clean $(BINARIES)
+.PHONY: all build demo test check generate conformance fuzz interop chaos bench bench-doc device attach gpu-check docs clean $(BINARIES)
 
 all: build
 
@@ -64,6 +64,9 @@ device: ## loading into memory: the fault matrix under the race detector, then m
 gpu-check: ## on a machine with a GPU, in at most 5 minutes: what the device, the driver and loads do there, as a table
 	scripts/gpu-check.sh
 
+attach: build .tools/vllm/.stamp .tools/model/.stamp ## the Python client and the vLLM loader, on a real holder; RUN=PATTERN
+	scripts/attach.sh
+
 docs: ## runs every sh block of README.md and doc/ in a fresh copy of the checkout
 	scripts/docs.sh
 
@@ -104,6 +107,9 @@ clean:
 
 .tools/bin/%: $(PINS)
 	cd internal/tools && go build -trimpath -buildvcs=false -o ../../$@ $(TOOL)
+
+.tools/vllm/.stamp: scripts/vllm.sh internal/tools/vllm/requirements.txt
+	scripts/vllm.sh
 
 .tools/model/.stamp: scripts/model.sh
 	scripts/model.sh

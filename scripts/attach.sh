@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The Python client of resident weights, and the vLLM loader: against kiln-pull resident in host memory and on the
-# stand-in for the CUDA driver, and against a holder that lies. Ends with what was counted. RUN=PATTERN: only those tests.
+# stand-in for the CUDA driver, and against a holder that lies. Ends with what was counted. RUN=PATTERN: only those.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 . "$root/scripts/lib.sh"

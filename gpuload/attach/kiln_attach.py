@@ -11,8 +11,8 @@ of https://github.com/kiln-registry/kiln-registry. Linux only.
 
 The lease lasts as long as the attachment, or any tensor or buffer that came from it: close() or the end of the with
 block gives up the attachment's own part, and the last tensor gives back the rest. Memory of the host is mapped for
-reading: a write to such a tensor ends the process with SIGSEGV. attach(writable=True) makes a private copy of a page that
-is written to, tensors(copy=True) copies all. Memory of a device can be written to by whoever has it mapped: do not.
+reading: a write to such a tensor ends the process with SIGSEGV. attach(writable=True) makes a private copy of a page
+that is written to, tensors(copy=True) copies all. Memory of a device can be written to by whoever has it mapped: don't.
 
 A process made by fork has the lease too; it lasts until both are done.
 """
@@ -52,10 +52,11 @@ CHUNK = 16 << 20  # bytes that --check reads at a time
 
 DTYPES = {  # of safetensors: bits of an element, and what torch calls it
     "F4": (4, "float4_e2m1fn_x2"), "F6_E2M3": (6, ""), "F6_E3M2": (6, ""), "BOOL": (8, "bool"), "U8": (8, "uint8"),
-    "I8": (8, "int8"), "F8_E5M2": (8, "float8_e5m2"), "F8_E4M3": (8, "float8_e4m3fn"), "F8_E8M0": (8, "float8_e8m0fnu"),
-    "F8_E4M3FNUZ": (8, "float8_e4m3fnuz"), "F8_E5M2FNUZ": (8, "float8_e5m2fnuz"), "I16": (16, "int16"),
-    "U16": (16, "uint16"), "F16": (16, "float16"), "BF16": (16, "bfloat16"), "I32": (32, "int32"), "U32": (32, "uint32"),
-    "F32": (32, "float32"), "C64": (64, "complex64"), "F64": (64, "float64"), "I64": (64, "int64"), "U64": (64, "uint64"),
+    "I8": (8, "int8"), "F8_E5M2": (8, "float8_e5m2"), "F8_E4M3": (8, "float8_e4m3fn"),
+    "F8_E8M0": (8, "float8_e8m0fnu"), "F8_E4M3FNUZ": (8, "float8_e4m3fnuz"), "F8_E5M2FNUZ": (8, "float8_e5m2fnuz"),
+    "I16": (16, "int16"), "U16": (16, "uint16"), "F16": (16, "float16"), "BF16": (16, "bfloat16"),
+    "I32": (32, "int32"), "U32": (32, "uint32"), "F32": (32, "float32"), "C64": (64, "complex64"),
+    "F64": (64, "float64"), "I64": (64, "int64"), "U64": (64, "uint64"),
 }  # fmt: skip
 
 
@@ -120,7 +121,8 @@ def _no(text: str) -> None:
     raise ValueError(f"{text[:40]} is not an integer")
 
 
-# The format: a type, a pattern, [of a list], (of what may be null,), or an object's members; one with ? may be left out.
+# The format: a type, a pattern, [of a list], (of what may be null,), or the members of an object, some of which may be
+# left out (?).
 DIGEST = re.compile("sha256:[0-9a-f]{64}")
 IPC = ({"kind": str, "offset": int, "handle?": str, "descriptor?": int, "allocation_bytes?": int},)
 DOCUMENT = {
@@ -130,7 +132,8 @@ DOCUMENT = {
     "devices": [{"index": int, "uuid": str, "pci": str, "backend": str}],
     "shards": [{"name": str, "sha256": DIGEST, "size_bytes": int, "data_nbytes": int, "device": int, "ipc": IPC,
                 "replicas?": [{"device": int, "ipc": IPC}]}],
-    "tensors": [{"name": str, "dtype": str, "shape": [int], "shard": int, "offset": int, "nbytes": int, "aligned": bool}],
+    "tensors": [{"name": str, "dtype": str, "shape": [int], "shard": int, "offset": int, "nbytes": int,
+                 "aligned": bool}],
     "lease": ({"id": str, "mode": str},), "generation": int,
 }  # fmt: skip
 
@@ -166,8 +169,8 @@ def aggregate_of(shards: list[dict[str, Any]]) -> str:
 
 def _check(d: dict[str, Any], aggregate: str, adapter: str | None) -> None:
     kind = "kiln.resident-adapter.v1" if adapter else "kiln.resident-weights.v1"
-    fixed = {"schema_version": 1, "document_type": kind, "aggregate_algorithm": ALGORITHM, "aggregate_sha256": aggregate}
-    for name, want in fixed.items():
+    fixed = {"schema_version": 1, "document_type": kind, "aggregate_algorithm": ALGORITHM}
+    for name, want in {**fixed, "aggregate_sha256": aggregate}.items():
         if d[name] != want:
             raise ValueError(f"{name} is {d[name]!r}, want {want!r}")
     if d.get("adapter", {}).get("digest") != adapter:
@@ -189,12 +192,12 @@ def _check(d: dict[str, Any], aggregate: str, adapter: str | None) -> None:
             descriptors += _check_handle(place["ipc"], s, descriptors)
     if not adapter and aggregate_of(d["shards"]) != aggregate:
         raise ValueError("the shards have another aggregate")
-    names: set[str] = set()
+    names: dict[str, Any] = {}
     for t in d["tensors"]:
         _check_tensor(t, d["shards"])
-        if t["name"] in names:
-            raise ValueError(f"tensor {t['name']!r} is there twice")
-        names.add(t["name"])
+        what = d["shards"][t["shard"]]["sha256"], t["offset"], t["dtype"], t["shape"]
+        if names.setdefault(t["name"], what) != what:
+            raise ValueError(f"tensor {t['name']!r} is there twice, in shards that differ")
 
 
 def _places(shard: dict[str, Any]) -> list[dict[str, Any]]:

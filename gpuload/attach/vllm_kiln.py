@@ -71,7 +71,7 @@ class KilnModelLoader(BaseModelLoader):
         """Gives every tensor to the model. ValueError if a parameter is missing among them."""
         others = [s.model_or_path for s in getattr(model, "secondary_weights", ())]
         if others:
-            raise ValueError(f"load format kiln: the model also wants weights from {others}, which are not of this base")
+            raise ValueError(f"load format kiln: the model also wants weights from {others}, not of this base")
         with self.attach() as held:
             loaded = model.load_weights(iter(held.tensors().items()))
         if loaded is not None and model_config.quantization is None:

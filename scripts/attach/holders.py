@@ -118,7 +118,9 @@ def document(shards: list[bytes], headers: list[bytes] | None = None, **members:
     return {
         "schema_version": 1, "document_type": "kiln.resident-weights.v1",
         "aggregate_algorithm": "kiln.base-model-content.v1", "aggregate_sha256": kiln_attach.aggregate_of(list_),
-        "verification": {"method": "sha256-full", "completed_at": "2026-12-01T03:00:00Z", "bytes": 1, "read_back": False},
+        "verification": {
+            "method": "sha256-full", "completed_at": "2026-12-01T03:00:00Z", "bytes": 1, "read_back": False,
+        },
         "devices": [{"index": 0, "uuid": "", "pci": "", "backend": "host"}], "shards": list_, "tensors": tensors,
         "lease": {"id": "1", "mode": "zero_copy"}, "generation": 0, **copy.deepcopy(members),
     }  # fmt: skip

@@ -18,8 +18,8 @@ os.environ["KILN_CUDA_LIB"] = FAKE_CUDA
 
 class Prop(ctypes.Structure):  # CUmemAllocationProp
     _fields_ = [
-        ("type", ctypes.c_int), ("handle_types", ctypes.c_int), ("location_type", ctypes.c_int), ("device", ctypes.c_int),
-        ("win32", ctypes.c_void_p), ("flags", ctypes.c_ubyte * 8),
+        ("type", ctypes.c_int), ("handle_types", ctypes.c_int), ("location_type", ctypes.c_int),
+        ("device", ctypes.c_int), ("win32", ctypes.c_void_p), ("flags", ctypes.c_ubyte * 8),
     ]  # fmt: skip
 
 
@@ -84,7 +84,10 @@ class Device(unittest.TestCase):
                 (r"its driver can't be loaded: /none/libcuda.so.1: .*", {"KILN_CUDA_LIB": "/none/libcuda.so.1"}),
                 (r"cuInit: CUDA_ERROR_NO_DEVICE \(100\)", {"FAKECUDA_DEVICES": "0"}),
                 (r"cuMemcpyDtoHAsync_v2: CUDA_ERROR_ILLEGAL_ADDRESS \(700\)", {"FAKECUDA_FAIL_READ": "1"}),
-                (r"cuStreamSynchronize: CUDA_ERROR_ILLEGAL_ADDRESS \(700\)", {"FAKECUDA_FAIL_READ": "1", "FAKECUDA_FAIL_AT": "2"}),
+                (
+                    r"cuStreamSynchronize: CUDA_ERROR_ILLEGAL_ADDRESS \(700\)",
+                    {"FAKECUDA_FAIL_READ": "1", "FAKECUDA_FAIL_AT": "2"},
+                ),
             ):
                 command = [sys.executable, kiln_attach.__file__, r.aggregate, "--check"]
                 p = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
@@ -157,8 +160,9 @@ class Device(unittest.TestCase):
         d["devices"] = [{**here, "index": 0, "uuid": "GPU-none"}, here, {**here, "index": 4}]
         shard["device"] = 0
         shard["replicas"] = [
-            {"device": 3, "ipc": {**shard["ipc"], "descriptor": 1}}, {"device": 4, "ipc": {**shard["ipc"], "descriptor": 2}},
-        ]  # fmt: skip
+            {"device": 3, "ipc": {**shard["ipc"], "descriptor": 1}},
+            {"device": 4, "ipc": {**shard["ipc"], "descriptor": 2}},
+        ]
         before = self.held(), len(os.listdir("/proc/self/fd"))
         with Holder(self.folder / "s", serving(d, [other, fd, other])) as holder:
             held = kiln_attach.attach(d["aggregate_sha256"], holder.path)

@@ -43,6 +43,14 @@ class Host(unittest.TestCase):
             self.assertEqual({n: bytes(b) for n, b in held.buffers().items()}, data)
             self.assertLess(files, 100, "descriptors are kept")
 
+    def test_same_file_twice(self) -> None:
+        data = model(self.folder / "m", 1)
+        (self.folder / "m" / "model.safetensors.index.json").unlink()
+        (file,) = (self.folder / "m").iterdir()
+        (self.folder / "m" / "again.safetensors").write_bytes(file.read_bytes())
+        with Resident(self.folder / "m") as r, kiln_attach.attach(r.aggregate) as held:
+            self.assertEqual((len(held.document["shards"]), held.read("t00000")), (2, data["t00000"]))
+
     def test_other_aggregate(self) -> None:
         model(self.folder / "m", 1)
         other = "sha256:" + "0" * 64
