@@ -34,7 +34,8 @@ func mapSealed(f *os.File, offset, n int64) ([]byte, error) {
 	if st.Size < offset+n {
 		return nil, fmt.Errorf("the file in memory has %d bytes, not %d", st.Size, offset+n)
 	}
-	b, err := unix.Mmap(fd, offset, int(n), unix.PROT_READ, unix.MAP_SHARED)
+	// Private, as Linux before 6.7 refuses a shared mapping of what is sealed; the pages are the same ones.
+	b, err := unix.Mmap(fd, offset, int(n), unix.PROT_READ, unix.MAP_PRIVATE)
 	return b, os.NewSyscallError("mmap", err)
 }
 
