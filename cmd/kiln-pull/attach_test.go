@@ -40,8 +40,13 @@ func command(args ...string) *exec.Cmd {
 
 func begin(t *testing.T, env []string, args ...string) *started {
 	t.Helper()
+	return beginAs(t, env, nil, args...)
+}
+
+func beginAs(t *testing.T, env []string, attr *syscall.SysProcAttr, args ...string) *started {
+	t.Helper()
 	p := &started{Cmd: command(args...), stderr: new(bytes.Buffer)}
-	p.Env = append(os.Environ(), env...)
+	p.Env, p.SysProcAttr = append(os.Environ(), env...), attr
 	p.Stderr = p.stderr
 	out, err := p.StdoutPipe()
 	if err != nil {
@@ -85,9 +90,14 @@ type keeper struct {
 // hold starts kiln-pull resident on a socket, and waits until it says that it holds the model.
 func hold(t *testing.T, env []string, dir, socket string, args ...string) *keeper {
 	t.Helper()
+	return holdAs(t, env, nil, dir, socket, args...)
+}
+
+func holdAs(t *testing.T, env []string, attr *syscall.SysProcAttr, dir, socket string, args ...string) *keeper {
+	t.Helper()
 	h := &keeper{client: attach.Client{Socket: socket}}
 	args = append([]string{"resident", dir, "--json", "--listen", "127.0.0.1:0", "--socket", socket}, args...)
-	h.started = begin(t, env, args...)
+	h.started = beginAs(t, env, attr, args...)
 	for h.Event != "resident" {
 		if err := json.Unmarshal([]byte(h.line(t)), &h.announcement); err != nil {
 			t.Fatal(err)

@@ -7,10 +7,12 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"net"
 	"net/http"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"syscall"
 
@@ -21,7 +23,7 @@ import (
 // ErrNone: no process listens on the socket.
 var ErrNone = errors.New("no resident weights there")
 
-// ErrOtherUser: the process that listens on the socket is neither of this user nor root's.
+// ErrOtherUser: the process that listens on the socket is neither of this user, nor root's, nor of Client.HolderUID.
 var ErrOtherUser = errors.New("the socket belongs to another user")
 
 // MaxHeader is the longest header of a shard that is read, in bytes: the limit of safetensors, and the 8 of its length.
@@ -43,7 +45,13 @@ func SocketName(a identity.Aggregate) string { return a.Hex() + ".sock" }
 
 // Client asks the holder that listens on a socket. It is safe for concurrent use, and holds nothing open.
 type Client struct {
-	Socket string // its path; empty: that of the asked aggregate in Folder
+	Socket string // its path; empty: that of the asked aggregate in Folder, which must then be as holders make it
+
+	// HolderUID is a user ID that the holder may have besides that of this process and 0, which is root's. Whoever that
+	// is can say of any bytes that they are the base.
+	HolderUID int
+
+	named bool // by the aggregate, in Folder
 }
 
 // Status asks for what is held. The client needs a Socket for that.
@@ -86,7 +94,7 @@ func (c Client) Generation(ctx context.Context, a identity.Aggregate, after uint
 // of is the client of the socket of a base.
 func (c Client) of(a identity.Aggregate) Client {
 	if c.Socket == "" {
-		c.Socket = filepath.Join(Folder(), SocketName(a))
+		c.Socket, c.named = filepath.Join(Folder(), SocketName(a)), true
 	}
 	return c
 }
@@ -164,6 +172,16 @@ func (c Client) dial(ctx context.Context) (*net.UnixConn, error) {
 	if err := localsock.CheckPath(c.Socket); err != nil {
 		return nil, err
 	}
+	users := []int{os.Geteuid(), 0, c.HolderUID}
+	if c.named {
+		err := localsock.CheckFolder(filepath.Dir(c.Socket), users...)
+		if errors.Is(err, fs.ErrNotExist) {
+			err = fmt.Errorf("%w: %w", ErrNone, err)
+		}
+		if err != nil {
+			return nil, err
+		}
+	}
 	conn, err := new(net.Dialer).DialContext(ctx, "unix", c.Socket)
 	switch {
 	case errors.Is(err, syscall.ENOENT), errors.Is(err, syscall.ECONNREFUSED):
@@ -173,7 +191,7 @@ func (c Client) dial(ctx context.Context) (*net.UnixConn, error) {
 	}
 	u := conn.(*net.UnixConn)
 	uid, err := localsock.Peer(u)
-	if me := os.Geteuid(); err == nil && me != 0 && uid != 0 && uid != me {
+	if err == nil && !slices.Contains(users, uid) {
 		err = fmt.Errorf("%s: %w: %d", c.Socket, ErrOtherUser, uid)
 	}
 	if err != nil {

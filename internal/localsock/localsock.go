@@ -10,6 +10,7 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -83,19 +84,38 @@ func open(folder string) (*os.File, error) {
 	}
 	f := os.NewFile(uintptr(fd), folder)
 	var st unix.Stat_t
-	err = unix.Fstat(fd, &st)
-	switch {
-	case err != nil:
+	if err = unix.Fstat(fd, &st); err != nil {
 		err = &fs.PathError{Op: "stat", Path: folder, Err: err}
-	case int(st.Uid) != os.Geteuid():
-		err = fmt.Errorf("%s: %w: it belongs to the user ID %d", folder, ErrFolder, st.Uid)
-	case st.Mode&0o077 != 0:
-		err = fmt.Errorf("%s: %w: its mode is %04o, want 0700", folder, ErrFolder, st.Mode&0o7777)
+	} else {
+		err = private(folder, st, []int{os.Geteuid()})
 	}
 	if err != nil {
 		return nil, errors.Join(err, f.Close())
 	}
 	return f, nil
+}
+
+// CheckFolder says whether a folder is as Listen wants it, and belongs to one of such user IDs: ErrFolder.
+func CheckFolder(folder string, users ...int) error {
+	folder = filepath.Clean(folder)
+	var st unix.Stat_t
+	if err := unix.Lstat(folder, &st); err != nil {
+		return &fs.PathError{Op: "stat", Path: folder, Err: err}
+	}
+	if st.Mode&unix.S_IFMT != unix.S_IFDIR {
+		return fmt.Errorf("%s: %w: it is a link, or no folder", folder, ErrFolder)
+	}
+	return private(folder, st, users)
+}
+
+func private(folder string, st unix.Stat_t, users []int) error {
+	switch {
+	case !slices.Contains(users, int(st.Uid)):
+		return fmt.Errorf("%s: %w: it belongs to the user ID %d", folder, ErrFolder, st.Uid)
+	case st.Mode&0o077 != 0:
+		return fmt.Errorf("%s: %w: its mode is %04o, want 0700", folder, ErrFolder, st.Mode&0o7777)
+	}
+	return nil
 }
 
 // locked calls f while no other process is at work on the names of the folder.

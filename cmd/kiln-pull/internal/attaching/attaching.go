@@ -28,6 +28,7 @@ func Commands() []*cobra.Command {
 // flags are those of every command here.
 type flags struct {
 	socket      string
+	holder      int // user ID of the holder; 0: this user's or root
 	json, quiet bool
 }
 
@@ -35,11 +36,12 @@ func (f *flags) bind(cmd *cobra.Command) {
 	p := cmd.Flags()
 	p.StringVar(&f.socket, "socket", "",
 		"unix socket of the holder (default: named by the aggregate, in "+attach.Folder()+")")
+	p.IntVar(&f.holder, "holder-uid", 0, "user ID that may hold the model, besides this one and root's")
 	p.BoolVar(&f.json, "json", false, "print JSON on stdout")
 	p.BoolVarP(&f.quiet, "quiet", "q", false, "say nothing on stderr but errors")
 }
 
-func (f *flags) client() attach.Client { return attach.Client{Socket: f.socket} }
+func (f *flags) client() attach.Client { return attach.Client{Socket: f.socket, HolderUID: f.holder} }
 
 // command makes a command that takes an AGGREGATE.
 func (f *flags) command(use, short, long string,
@@ -216,7 +218,12 @@ func explain(err error) error {
 	case errors.Is(err, attach.ErrNone):
 		return cli.Hint(cli.Exit(cli.CodeNotFound, err),
 			"kiln-pull resident holds a model, and prints its socket when that is published")
-	case errors.Is(err, attach.ErrOtherUser), errors.Is(err, fs.ErrPermission):
+	case errors.Is(err, attach.ErrOtherUser):
+		return cli.Hint(cli.Exit(cli.CodeDenied, err),
+			"run it as the user who holds the model, or trust that one with --holder-uid")
+	case errors.Is(err, localsock.ErrFolder):
+		return cli.Hint(cli.Exit(cli.CodeDenied, err), "others can put sockets there: name the holder's with --socket")
+	case errors.Is(err, fs.ErrPermission):
 		return cli.Hint(cli.Exit(cli.CodeDenied, err), "run it as the user who holds the model, or as root")
 	case errors.Is(err, localsock.ErrPath):
 		return cli.Exit(cli.CodeUsage, err)
