@@ -59,7 +59,7 @@ var imports = map[string]string{
 	"gpuload/hostmem":          "gpuload identity; golang.org/x/sys",
 	"gpuload/cuda":             "gpuload; github.com/ebitengine/purego",
 	"gpuload/cuda/fakecuda":    "; github.com/ebitengine/purego",
-	"gpuload/adapters":         "api api/client gpuload identity identity/documents identity/safetensors transfer transfer/artifact transfer/folder transfer/made transfer/staging",
+	"gpuload/adapters":         "api api/client gpuload gpuload/remote identity identity/documents identity/safetensors transfer transfer/artifact transfer/folder transfer/made",
 	"gpuload/remote":           "api/client gpuload identity",
 	"gpuload/devicetest":       "gpuload identity identity/safetensors",
 	"gpuload/attach":           "gpuload identity identity/safetensors internal/localsock internal/strictjson; golang.org/x/sys",

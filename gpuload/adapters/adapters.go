@@ -16,7 +16,6 @@ import (
 	"sync"
 	"time"
 
-	"github.com/kiln-registry/kiln-registry/api/client"
 	"github.com/kiln-registry/kiln-registry/gpuload"
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/identity/documents"
@@ -49,8 +48,6 @@ type Options struct {
 	Base identity.Aggregate // that is held
 	// Target gives fresh memory for one adapter.
 	Target func() (gpuload.Target, error)
-	// Source reads the files of an artifact, by name. Its reads end with the context that Open was given. Nil: Ranges.
-	Source func(c *client.Client, p transfer.Plan) gpuload.Source
 	Dial   transfer.Dial
 	// Registry is asked for digests and for names; empty: adapters are named by references and folders alone.
 	Registry string
@@ -115,9 +112,6 @@ type slot struct {
 // New returns the adapters of a base, of which there are none yet, at generation 1.
 func New(o Options) *Set {
 	o.Limit, o.Most = cmp.Or(o.Limit, DefaultLimit), cmp.Or(o.Most, DefaultMost)
-	if o.Source == nil {
-		o.Source = Ranges
-	}
 	ctx, stop := context.WithCancelCause(context.Background())
 	return &Set{o: o, ctx: ctx, stop: stop, loads: make(chan struct{}, maxLoads), slots: map[identity.Digest]*slot{},
 		generation: 1, changed: make(chan struct{}), idle: make(chan struct{})}

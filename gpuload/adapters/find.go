@@ -13,6 +13,7 @@ import (
 	"github.com/kiln-registry/kiln-registry/api"
 	"github.com/kiln-registry/kiln-registry/api/client"
 	"github.com/kiln-registry/kiln-registry/gpuload"
+	"github.com/kiln-registry/kiln-registry/gpuload/remote"
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/identity/documents"
 	"github.com/kiln-registry/kiln-registry/identity/safetensors"
@@ -78,8 +79,8 @@ type found struct {
 	weights identity.Shard
 	// read returns the documents of Files.
 	read func(ctx context.Context) (map[string][]byte, error)
-	// source opens where the weights are read from.
-	source func() (src gpuload.Source, done func() error, err error)
+	// source opens where the weights are read from; m is of them alone.
+	source func(m identity.Manifest) (src gpuload.Source, done func() error, err error)
 	close  func() error // to be called once
 	// otherwise is the reason of an error that has no other.
 	otherwise error
@@ -328,8 +329,8 @@ func (s *Set) packed(ctx context.Context, c *client.Client, plan transfer.Plan, 
 		}
 		return texts, nil
 	}
-	f.source = func() (gpuload.Source, func() error, error) {
-		return s.o.Source(c, plan), func() error { return nil }, nil
+	f.source = func(m identity.Manifest) (gpuload.Source, func() error, error) {
+		return remote.New(c, plan.Repository, m), func() error { return nil }, nil
 	}
 	return f, nil
 }
@@ -395,7 +396,7 @@ func (s *Set) onDisk(ctx context.Context, dir string) (*found, error) {
 	}
 	f.weights = identity.Shard{Filename: names.Model, Size: uint64(info.Size()), Digest: a.Digest(names.Model)}
 	f.read = func(context.Context) (map[string][]byte, error) { return texts, nil }
-	f.source = func() (gpuload.Source, func() error, error) {
+	f.source = func(identity.Manifest) (gpuload.Source, func() error, error) {
 		src, err := gpuload.OpenDir(dir, false, nil)
 		if err != nil {
 			return nil, nil, f.reason(err)

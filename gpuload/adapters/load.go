@@ -172,13 +172,13 @@ func (s *Set) load(ctx context.Context, x *slot, f *found) (*gpuload.Resident, m
 	if err != nil {
 		return nil, nil, err
 	}
-	src, done, err := f.source()
-	if err != nil {
-		return nil, nil, err
-	}
 	m, err := identity.New([]identity.Shard{f.weights})
 	if err != nil {
-		return nil, nil, errors.Join(f.reason(err), done())
+		return nil, nil, reason(err, ErrRefused)
+	}
+	src, done, err := f.source(m)
+	if err != nil {
+		return nil, nil, err
 	}
 	plan, err := gpuload.NewPlan(ctx, src, []string{f.weights.Filename}, gpuload.Want{Manifest: &m})
 	if err == nil {
