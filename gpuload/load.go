@@ -240,13 +240,14 @@ func (c *clock) total() time.Duration { return time.Duration(c.ns.Load()) }
 
 // The reasons that a caller tells apart with errors.Is.
 var (
-	ErrMismatch = errors.New("the bytes are not those asked for")  // a digest, a size, a name or the aggregate
-	ErrChanged  = errors.New("the file changed while it was read") // also: it ended early or grew
-	ErrMemory   = errors.New("not enough memory")                  // before the first byte was copied
-	ErrDevice   = errors.New("the device failed")                  // allocation, copy or publication
-	ErrHung     = errors.New("the device does not answer")         // what it may still use can't be given back
-	ErrDisk     = errors.New("the bytes were not kept")            // by Options.Keep
-	ErrState    = errors.New("the weights are not published")      // no longer, or not yet
+	ErrMismatch   = errors.New("the bytes are not those asked for")  // a digest, a size, a name or the aggregate
+	ErrChanged    = errors.New("the file changed while it was read") // also: it ended early or grew
+	ErrMemory     = errors.New("not enough memory")                  // before the first byte was copied
+	ErrDevice     = errors.New("the device failed")                  // allocation, copy or publication
+	ErrHung       = errors.New("the device does not answer")         // what it may still use can't be given back
+	ErrUnreadable = errors.New("the device can't read its memory")   // which it says itself: what was there is lost
+	ErrDisk       = errors.New("the bytes were not kept")            // by Options.Keep
+	ErrState      = errors.New("the weights are not published")      // no longer, or not yet
 )
 
 // Error says where a load failed. Err wraps one of the reasons above where one applies.

@@ -33,11 +33,13 @@ var ErrNone = errors.New("no CUDA device")
 
 // Codes of the driver (CUresult).
 const (
-	outOfMemory = 2
-	noDevice    = 100
+	outOfMemory   = 2
+	noDevice      = 100
+	uncorrectable = 214 // by the device's own error correction
 )
 
-// Error is what a call of the driver returned. It is gpuload.ErrMemory when the driver says that memory ran out.
+// Error is what a call of the driver returned. It is gpuload.ErrMemory when the driver says that memory ran out, and
+// gpuload.ErrUnreadable when it says that an error in memory can't be corrected.
 type Error struct {
 	Call string // of the driver
 	Code int    // CUresult
@@ -53,5 +55,8 @@ func (e *Error) Error() string {
 	return fmt.Sprintf("%s: %s (%s, %d)", e.Call, e.Text, e.Name, e.Code)
 }
 
-// Is implements errors.Is for gpuload.ErrMemory.
-func (e *Error) Is(target error) bool { return target == gpuload.ErrMemory && e.Code == outOfMemory }
+// Is implements errors.Is for gpuload.ErrMemory and gpuload.ErrUnreadable.
+func (e *Error) Is(target error) bool {
+	return target == gpuload.ErrMemory && e.Code == outOfMemory ||
+		target == gpuload.ErrUnreadable && e.Code == uncorrectable
+}

@@ -3,16 +3,20 @@ package resident
 import (
 	"bufio"
 	"errors"
+	"fmt"
 	"io"
 	"net"
 	"net/http"
 	"os"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
+	"github.com/kiln-registry/kiln-registry/gpuload"
 	"github.com/kiln-registry/kiln-registry/gpuload/attach"
+	"github.com/kiln-registry/kiln-registry/gpuload/cuda"
 	"github.com/kiln-registry/kiln-registry/internal/localsock"
 )
 
@@ -66,6 +70,27 @@ func TestLimit(t *testing.T) {
 	<-accepted
 	if n := len(l.places); n != 2 {
 		t.Errorf("%d connections count, want 2", n)
+	}
+}
+
+// TestDamage tells what an audit found from what kept it from finding anything.
+func TestDamage(t *testing.T) {
+	for _, tt := range []struct {
+		err  error
+		want bool
+	}{
+		{nil, false},
+		{&gpuload.Error{Shard: "a", Expected: "x", Got: "y", Err: gpuload.ErrDevice}, true},
+		{&gpuload.Error{Shard: "a", Err: gpuload.ErrDevice}, false},
+		{&gpuload.Error{Shard: "a", Err: gpuload.ErrHung}, false},
+		{fmt.Errorf("audit: %w", &gpuload.Error{Shard: "a", Err: &cuda.Error{Call: "cuMemcpyDtoHAsync", Code: 214}}), true},
+		{&gpuload.Error{Shard: "a", Err: &cuda.Error{Call: "cuMemcpyDtoHAsync", Code: 700}}, false},
+		{syscall.ENOMEM, false},
+		{gpuload.ErrState, false},
+	} {
+		if got := isDamage(tt.err); got != tt.want {
+			t.Errorf("%v: %t", tt.err, got)
+		}
 	}
 }
 

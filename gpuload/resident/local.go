@@ -149,7 +149,8 @@ func (s *Server) header(w http.ResponseWriter, r *http.Request, h *Held) error {
 	return attach.Refuse(attach.CodeUnknown, "no shard has the digest %s", d)
 }
 
-// audit reads everything back, one request at a time. Other bytes than were published end all new attaches.
+// audit reads everything back, one request at a time. Other bytes than were published end all new attaches; an audit
+// that could not be made says nothing of the bytes.
 func (s *Server) audit(w http.ResponseWriter, r *http.Request, h *Held) error {
 	ctx := r.Context()
 	select {
@@ -165,10 +166,10 @@ func (s *Server) audit(w http.ResponseWriter, r *http.Request, h *Held) error {
 		err = h.auditAdapters(ctx)
 	}
 	switch {
-	case err != nil && (ctx.Err() != nil || errors.Is(err, gpuload.ErrState)):
-		return err
-	case err != nil:
+	case isDamage(err):
 		s.damage(err)
+	case err != nil:
+		return err
 	}
 	if e := s.damaged.Load(); e != nil {
 		return e
@@ -178,6 +179,12 @@ func (s *Server) audit(w http.ResponseWriter, r *http.Request, h *Held) error {
 		Aggregate: d.Aggregate, Bytes: d.Verification.Bytes, Seconds: time.Since(start).Seconds(),
 	})
 	return nil
+}
+
+// isDamage says whether an audit found other bytes than were published, or a device has lost them.
+func isDamage(err error) bool {
+	e, is := errors.AsType[*gpuload.Error](err)
+	return is && (e.Got != "" || errors.Is(err, gpuload.ErrUnreadable))
 }
 
 // damage ends all new attaches, and readiness.
