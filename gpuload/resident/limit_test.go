@@ -22,9 +22,9 @@ import (
 
 // TestLimit opens more connections than a socket takes. One that was closed makes room.
 func TestLimit(t *testing.T) {
-	s, err := localsock.Listen(filepath.Join(t.TempDir(), "s"))
+	s, err := localsock.Listen(t.Context(), filepath.Join(t.TempDir(), "s"))
 	if err == nil {
-		err = s.Publish("x")
+		err = s.Publish(t.Context(), "x")
 	}
 	if err != nil {
 		t.Fatal(err)
@@ -96,9 +96,9 @@ func TestDamage(t *testing.T) {
 
 // TestPatience writes to a client that takes nothing: the lease ends, at last or when too many events wait.
 func TestPatience(t *testing.T) {
-	s, err := localsock.Listen(filepath.Join(t.TempDir(), "s"))
+	s, err := localsock.Listen(t.Context(), filepath.Join(t.TempDir(), "s"))
 	if err == nil {
-		err = s.Publish("x")
+		err = s.Publish(t.Context(), "x")
 	}
 	if err != nil {
 		t.Fatal(err)

@@ -275,7 +275,7 @@ func (l *limited) Accept() (net.Conn, error) {
 }
 
 // listen binds the socket under a hidden name.
-func (s *Server) listen() error {
+func (s *Server) listen(ctx context.Context) error {
 	if s.Socket == "" {
 		return nil
 	}
@@ -290,7 +290,7 @@ func (s *Server) listen() error {
 	if err := localsock.CheckPath(filepath.Join(folder, longest)); err != nil {
 		return err
 	}
-	l, err := localsock.Listen(folder)
+	l, err := localsock.Listen(ctx, folder)
 	if err != nil {
 		return err
 	}
@@ -304,7 +304,7 @@ func (s *Server) listen() error {
 }
 
 // publish makes what was loaded something that others can attach to, and gives the socket its name.
-func (s *Server) publish(h *Held) (err error) {
+func (s *Server) publish(ctx context.Context, h *Held) (err error) {
 	if h.Weights == nil {
 		return nil
 	}
@@ -320,7 +320,7 @@ func (s *Server) publish(h *Held) (err error) {
 	if name == "" {
 		name = attach.SocketName(a)
 	}
-	if err := s.socket.Publish(name); err != nil {
+	if err := s.socket.Publish(ctx, name); err != nil {
 		return err
 	}
 	h.Socket = s.socket.Path()

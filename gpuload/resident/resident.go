@@ -97,7 +97,7 @@ func Listen(ctx context.Context, addr string, open bool) (net.Listener, error) {
 func (s *Server) Run(ctx context.Context, l net.Listener, load func(context.Context) (Held, error),
 	loaded func(Held) error,
 ) error {
-	if err := s.listen(); err != nil {
+	if err := s.listen(ctx); err != nil {
 		return errors.Join(err, l.Close())
 	}
 	ctx, stop := context.WithCancelCause(ctx)
@@ -109,7 +109,7 @@ func (s *Server) Run(ctx context.Context, l net.Listener, load func(context.Cont
 	run.serve(s.httpServer(), l)
 	h, err := load(ctx)
 	if err == nil {
-		err = s.publish(&h)
+		err = s.publish(ctx, &h)
 	}
 	if err == nil {
 		s.held.Store(&h)

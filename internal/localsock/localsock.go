@@ -4,6 +4,8 @@
 package localsock
 
 import (
+	"context"
+	"crypto/rand"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -13,8 +15,8 @@ import (
 	"slices"
 	"strings"
 	"sync"
-	"sync/atomic"
 	"syscall"
+	"time"
 
 	"golang.org/x/sys/unix"
 )
@@ -29,13 +31,17 @@ var (
 	ErrPath   = errors.New("no socket can have that path")
 )
 
+// Limits on waiting for other processes that are at work on the names of the folder.
+const (
+	lockPause   = 10 * time.Millisecond
+	closingTime = 2 * time.Second
+)
+
 // mode is that of the sockets.
 const mode = 0o600
 
 // Names of sockets that have not got their own yet.
 const hiddenStart, hiddenEnd = ".kiln-", ".new"
-
-var count atomic.Int64
 
 // Socket listens. It is a net.Listener. Methods other than Accept are called from one goroutine.
 type Socket struct {
@@ -57,15 +63,15 @@ func CheckPath(path string) error {
 
 // Listen binds a socket in a folder, under a hidden name. The folder is made if only it is missing, with mode 0700.
 // One of another user, or that others can enter, is ErrFolder, as is a link. What dead processes left unfinished
-// there is removed.
-func Listen(folder string) (_ *Socket, err error) {
+// there is removed. While another process is at work on the names of the folder it waits, until ctx ends.
+func Listen(ctx context.Context, folder string) (_ *Socket, err error) {
 	folder = filepath.Clean(folder)
-	s := &Socket{path: folder, hidden: fmt.Sprintf("%s%d-%d%s", hiddenStart, os.Getpid(), count.Add(1), hiddenEnd)}
+	s := &Socket{path: folder, hidden: hiddenStart + rand.Text() + hiddenEnd}
 	s.close = sync.OnceValue(s.end)
 	if s.folder, err = open(folder); err != nil {
 		return nil, err
 	}
-	if err = s.locked(s.bind); err != nil {
+	if err = s.locked(ctx, s.bind); err != nil {
 		return nil, errors.Join(fmt.Errorf("listen in %s: %w", folder, err), s.folder.Close())
 	}
 	return s, nil
@@ -119,13 +125,20 @@ func private(folder string, st unix.Stat_t, users []int) error {
 }
 
 // locked calls f while no other process is at work on the names of the folder.
-func (s *Socket) locked(f func() error) error {
+func (s *Socket) locked(ctx context.Context, f func() error) error {
 	fd := int(s.folder.Fd())
 	for {
-		if err := unix.Flock(fd, unix.LOCK_EX); err == nil {
+		err := unix.Flock(fd, unix.LOCK_EX|unix.LOCK_NB)
+		if err == nil {
 			break
-		} else if !errors.Is(err, unix.EINTR) {
+		}
+		if !errors.Is(err, unix.EINTR) && !errors.Is(err, unix.EWOULDBLOCK) {
 			return os.NewSyscallError("flock", err)
+		}
+		select {
+		case <-ctx.Done():
+			return fmt.Errorf("%s is locked by another process: %w", s.path, context.Cause(ctx))
+		case <-time.After(lockPause):
 		}
 	}
 	err := f()
@@ -217,9 +230,10 @@ func (s *Socket) Free(name string) error {
 	return nil
 }
 
-// Publish gives the socket its name, in place of one that a dead process left. Errors are those of Free.
-func (s *Socket) Publish(name string) error {
-	return s.locked(func() error {
+// Publish gives the socket its name, in place of one that a dead process left. Errors are those of Free, and that ctx
+// has ended while another process was at work on the names of the folder.
+func (s *Socket) Publish(ctx context.Context, name string) error {
+	return s.locked(ctx, func() error {
 		if err := s.Free(name); err != nil {
 			return err
 		}
@@ -239,11 +253,14 @@ func (s *Socket) Path() string {
 	return filepath.Join(s.path, s.name)
 }
 
-// Close removes the name, if it is still this socket's, and ends listening. A second Close does nothing.
+// Close removes the name, if it is still this socket's, and ends listening. A second Close does nothing. It leaves the
+// name, which is an error, when another process is at work on the names of the folder for longer than two seconds.
 func (s *Socket) Close() error { return s.close() }
 
 func (s *Socket) end() error {
-	err := s.locked(s.remove)
+	ctx, cancel := context.WithTimeout(context.Background(), closingTime)
+	defer cancel()
+	err := s.locked(ctx, s.remove)
 	return errors.Join(err, s.UnixListener.Close(), s.folder.Close())
 }
 

@@ -1,7 +1,9 @@
 package localsock_test
 
 import (
+	"context"
 	"errors"
+	"fmt"
 	"net"
 	"os"
 	"path/filepath"
@@ -10,12 +12,14 @@ import (
 	"syscall"
 	"testing"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/kiln-registry/kiln-registry/internal/localsock"
 )
 
 func listen(t *testing.T, folder string) *localsock.Socket {
 	t.Helper()
-	s, err := localsock.Listen(folder)
+	s, err := localsock.Listen(t.Context(), folder)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -59,7 +63,7 @@ func TestPublish(t *testing.T) {
 		t.Errorf("before publication: %q, path %q", got, s.Path())
 	}
 	dead(t, filepath.Join(folder, "name"))
-	if err := s.Publish("name"); err != nil {
+	if err := s.Publish(t.Context(), "name"); err != nil {
 		t.Fatal(err)
 	}
 	if got := names(t, folder); len(got) != 1 || got[0] != "name" || s.Path() != filepath.Join(folder, "name") {
@@ -100,7 +104,7 @@ func TestOnePublishes(t *testing.T) {
 	errs := make([]error, 20)
 	for i := range errs {
 		s := listen(t, folder)
-		work.Go(func() { errs[i] = s.Publish("name") })
+		work.Go(func() { errs[i] = s.Publish(t.Context(), "name") })
 	}
 	work.Wait()
 	published := 0
@@ -120,14 +124,14 @@ func TestOnePublishes(t *testing.T) {
 func TestOnlyItsOwn(t *testing.T) {
 	folder := filepath.Join(t.TempDir(), "s")
 	s := listen(t, folder)
-	if err := s.Publish("name"); err != nil {
+	if err := s.Publish(t.Context(), "name"); err != nil {
 		t.Fatal(err)
 	}
 	if err := os.Remove(s.Path()); err != nil {
 		t.Fatal(err)
 	}
 	next := listen(t, folder)
-	if err := next.Publish("name"); err != nil {
+	if err := next.Publish(t.Context(), "name"); err != nil {
 		t.Fatal(err)
 	}
 	if err := s.Close(); err != nil {
@@ -167,25 +171,68 @@ func TestRefused(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, name := range []string{"file", strings.Repeat("x", localsock.MaxPath)} {
-		if err := s.Publish(name); !errors.Is(err, localsock.ErrPath) {
+		if err := s.Publish(t.Context(), name); !errors.Is(err, localsock.ErrPath) {
 			t.Errorf("%.20s: %v", name, err)
 		}
 	}
 	for _, folder := range []string{filepath.Join(dir, "wide"), filepath.Join(dir, "s", "file"), "/"} {
-		if _, err := localsock.Listen(folder); !errors.Is(err, localsock.ErrFolder) {
+		if _, err := localsock.Listen(t.Context(), folder); !errors.Is(err, localsock.ErrFolder) {
 			t.Errorf("%s: %v", folder, err)
 		}
 	}
-	if _, err := localsock.Listen(filepath.Join(dir, "no", "such")); !errors.Is(err, os.ErrNotExist) {
+	if _, err := localsock.Listen(t.Context(), filepath.Join(dir, "no", "such")); !errors.Is(err, os.ErrNotExist) {
 		t.Error(err)
 	}
 	if os.Geteuid() == 0 {
 		if err := os.Chown(filepath.Join(dir, "wide"), 65534, 65534); err != nil {
 			t.Fatal(err)
 		}
-		if _, err := localsock.Listen(filepath.Join(dir, "wide")); !errors.Is(err, localsock.ErrFolder) ||
+		if _, err := localsock.Listen(t.Context(), filepath.Join(dir, "wide")); !errors.Is(err, localsock.ErrFolder) ||
 			!strings.Contains(err.Error(), "65534") {
 			t.Errorf("a folder of another user: %v", err)
 		}
+	}
+}
+
+// TestHiddenNames has processes of another PID namespace, which have the same numbers, load into the same folder.
+func TestHiddenNames(t *testing.T) {
+	folder := t.TempDir()
+	if err := os.Chmod(folder, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	for i := range 100 {
+		path := filepath.Join(folder, fmt.Sprintf(".kiln-%d-%d.new", os.Getpid(), i))
+		l, err := net.ListenUnix("unix", &net.UnixAddr{Name: path, Net: "unix"})
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer l.Close()
+	}
+	listen(t, folder)
+	if n := len(names(t, folder)); n != 101 {
+		t.Errorf("%d names, want 101", n)
+	}
+}
+
+// TestLocked has another process keep the lock of the folder: who waits for it hears of an end.
+func TestLocked(t *testing.T) {
+	folder := filepath.Join(t.TempDir(), "s")
+	s := listen(t, folder)
+	f, err := os.Open(folder)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	if err := unix.Flock(int(f.Fd()), unix.LOCK_EX); err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancelCause(t.Context())
+	over := errors.New("over")
+	go cancel(over)
+	if _, err := localsock.Listen(ctx, folder); !errors.Is(err, over) {
+		t.Errorf("listen: %v", err)
+	}
+	if err := s.Publish(ctx, "name"); !errors.Is(err, over) || s.Path() != "" {
+		t.Errorf("publish: %v", err)
 	}
 }
