@@ -426,6 +426,19 @@ func TestDrain(t *testing.T) {
 	}
 }
 
+// TestDrainNothing closes weights that nobody has leased when there is no time to wait.
+func TestDrainNothing(t *testing.T) {
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	dir := folder(t, 10)
+	for range 20 { // which way a select goes is chance
+		r := load(t, open(t, dir, false, nil), dir, shardNames(t, dir), gpuload.Options{})
+		if err := r.Close(ctx); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
 func TestDrainGivesUp(t *testing.T) {
 	dir := folder(t, 10)
 	r := load(t, open(t, dir, false, nil), dir, shardNames(t, dir), gpuload.Options{})

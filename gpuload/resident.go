@@ -105,7 +105,11 @@ func (r *Resident) Close(ctx context.Context) error {
 	select {
 	case <-r.idle:
 	case <-ctx.Done():
-		left = fmt.Errorf("drain: weights were freed while leased: %w", context.Cause(ctx))
+		select {
+		case <-r.idle: // which was so, too
+		default:
+			left = fmt.Errorf("drain: weights were freed while leased: %w", context.Cause(ctx))
+		}
 	}
 	err := r.target.Free()
 	r.mu.Lock()

@@ -276,7 +276,8 @@ func TestFolder(t *testing.T) {
 	if got := attach.Folder(); got != "/run/user/7/kiln" {
 		t.Error(got)
 	}
-	t.Setenv("XDG_RUNTIME_DIR", "")
+	t.Setenv("RUNTIME_DIRECTORY", "run/kiln")
+	t.Setenv("XDG_RUNTIME_DIR", "run")
 	if got, want := attach.Folder(), fmt.Sprintf("/tmp/kiln-%d", os.Getuid()); got != want {
 		t.Errorf("%s, want %s", got, want)
 	}

@@ -2,6 +2,7 @@ package attach
 
 import (
 	"bufio"
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -226,14 +227,11 @@ type stream struct {
 const maxLine = 64 << 10
 
 func (s *stream) upgrade(path string) error {
-	_, err := fmt.Fprintf(s.conn, "GET %s HTTP/1.1\r\nHost: resident\r\nConnection: Upgrade\r\nUpgrade: %s\r\n\r\n", path,
+	_, sent := fmt.Fprintf(s.conn, "GET %s HTTP/1.1\r\nHost: resident\r\nConnection: Upgrade\r\nUpgrade: %s\r\n\r\n", path,
 		Protocol)
-	if err != nil {
-		return err
-	}
 	resp, err := http.ReadResponse(s.r, &http.Request{Method: http.MethodGet})
 	if err != nil {
-		return err
+		return cmp.Or(sent, err)
 	}
 	if resp.StatusCode != http.StatusSwitchingProtocols {
 		defer resp.Body.Close()
@@ -266,16 +264,18 @@ func (s *stream) line(most int) (text []byte, err error) {
 func (s *stream) ask(first, n int, note func(Event)) error {
 	want := Descriptors{first, n}
 	text, err := json.Marshal(Line{Descriptors: &want})
-	if err == nil {
-		_, err = s.conn.Write(append(text, '\n'))
+	if err != nil {
+		return err
 	}
-	for err == nil {
+	_, sent := s.conn.Write(append(text, '\n')) // a holder that hangs up has said why
+	for {
 		var l Line
 		if text, err = s.line(maxLine); err == nil {
 			err = json.Unmarshal(text, &l)
 		}
 		switch {
 		case err != nil:
+			return cmp.Or(sent, err)
 		case l.Code != "":
 			return &Error{l.Error, l.Code}
 		case l.Descriptors == nil:
@@ -287,7 +287,6 @@ func (s *stream) ask(first, n int, note func(Event)) error {
 			return nil
 		}
 	}
-	return err
 }
 
 // Close closes the connection and the descriptors that nobody took. Nobody may read meanwhile.

@@ -1,7 +1,9 @@
 package attach
 
 import (
+	"bufio"
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -15,6 +17,7 @@ import (
 	"slices"
 	"strings"
 	"syscall"
+	"time"
 
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/internal/localsock"
@@ -29,12 +32,13 @@ var ErrOtherUser = errors.New("the socket belongs to another user")
 // MaxHeader is the longest header of a shard that is read, in bytes: the limit of safetensors, and the 8 of its length.
 const MaxHeader = 100_000_000 + 8
 
-// Folder is where holders put their sockets unless they are told otherwise.
+// Folder is where holders put their sockets unless they are told otherwise. What the environment has that is no
+// absolute path is passed over, as the XDG specification wants it.
 func Folder() string {
-	if dir, _, _ := strings.Cut(os.Getenv("RUNTIME_DIRECTORY"), ":"); dir != "" {
+	if dir, _, _ := strings.Cut(os.Getenv("RUNTIME_DIRECTORY"), ":"); filepath.IsAbs(dir) {
 		return dir
 	}
-	if dir := os.Getenv("XDG_RUNTIME_DIR"); dir != "" {
+	if dir := os.Getenv("XDG_RUNTIME_DIR"); filepath.IsAbs(dir) {
 		return filepath.Join(dir, "kiln")
 	}
 	return fmt.Sprintf("/tmp/kiln-%d", os.Getuid())
@@ -84,6 +88,11 @@ func (c Client) Release(ctx context.Context, a identity.Aggregate) error {
 	return c.of(a).Do(ctx, http.MethodDelete, Path(a), nil, nil)
 }
 
+// Free is Release that returns when the memory is free; the holder has not ended by then.
+func (c Client) Free(ctx context.Context, a identity.Aggregate) (r Released, err error) {
+	return r, c.of(a).Do(ctx, http.MethodDelete, Path(a)+"?wait=1", nil, &r)
+}
+
 // Generation waits until the generation is above a number, but not for longer than 30 seconds, and returns what it is.
 func (c Client) Generation(ctx context.Context, a identity.Aggregate, after uint64) (uint64, error) {
 	var body struct{ Generation uint64 }
@@ -124,12 +133,8 @@ func (c Client) ask(ctx context.Context, method, path string, body []byte, most 
 	if err != nil {
 		return nil, err
 	}
-	t := &http.Transport{
-		DisableKeepAlives: true, DisableCompression: true,
-		DialContext: func(context.Context, string, string) (net.Conn, error) { return conn, nil },
-	}
-	defer t.CloseIdleConnections()
 	defer conn.Close()
+	defer context.AfterFunc(ctx, func() { conn.SetDeadline(time.Unix(1, 0)) })()
 	req, err := http.NewRequestWithContext(ctx, method, "http://resident"+path, bytes.NewReader(body))
 	if err != nil {
 		return nil, err
@@ -137,21 +142,31 @@ func (c Client) ask(ctx context.Context, method, path string, body []byte, most 
 	if body != nil {
 		req.Header.Set("Content-Type", "application/json")
 	}
-	resp, err := t.RoundTrip(req)
+	req.Close = true
+	text, err := c.read(req, conn, most)
+	if err != nil && ctx.Err() != nil {
+		err = context.Cause(ctx)
+	}
 	if err != nil {
 		return nil, fmt.Errorf("ask %s: %w", c.Socket, err)
 	}
-	return c.read(resp, most)
+	return text, nil
 }
 
-func (c Client) read(resp *http.Response, most int64) ([]byte, error) {
+// read sends a request and reads the answer. A holder that takes no more connections answers before it was asked.
+func (c Client) read(req *http.Request, conn net.Conn, most int64) ([]byte, error) {
+	sent := req.Write(conn)
+	resp, err := http.ReadResponse(bufio.NewReader(conn), req)
+	if err != nil {
+		return nil, cmp.Or(sent, err)
+	}
 	defer resp.Body.Close()
 	text, err := io.ReadAll(io.LimitReader(resp.Body, most+1))
 	switch {
 	case err != nil:
-		return nil, fmt.Errorf("read what %s answered: %w", c.Socket, err)
+		return nil, err
 	case int64(len(text)) > most:
-		return nil, fmt.Errorf("read what %s answered: more than %d bytes", c.Socket, most)
+		return nil, fmt.Errorf("an answer of more than %d bytes", most)
 	case resp.StatusCode >= http.StatusMultipleChoices:
 		return nil, refused(resp.StatusCode, text)
 	}

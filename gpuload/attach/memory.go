@@ -94,5 +94,8 @@ func (d *descriptors) keep(control []byte) error {
 			d.files = append(d.files, os.NewFile(uintptr(fd), "resident"))
 		}
 	}
+	if n := len(d.files); n > MaxDescriptors {
+		return fmt.Errorf("the holder sent %d descriptors, and at most %d are asked for at a time", n, MaxDescriptors)
+	}
 	return nil
 }

@@ -147,6 +147,12 @@ type Audited struct {
 	Seconds   float64            `json:"seconds"`
 }
 
+// Released is the answer to the request to end.
+type Released struct {
+	State  gpuload.State `json:"state"` // gpuload.Draining, or gpuload.Freed where the answer waited for that
+	CutOff int           `json:"leases_cut_off"`
+}
+
 // Event is what a holder tells those who are attached.
 type Event struct {
 	Kind       string  `json:"event,omitempty"`

@@ -35,6 +35,7 @@ func DebugEnabled(value string) bool {
 func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	var status int
 	var body any
+	get := r.Method == http.MethodGet || r.Method == http.MethodHead
 	switch r.URL.Path {
 	case api.PathHealth, api.PathHealthV1:
 		status, body = s.health()
@@ -43,15 +44,17 @@ func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	case PathModelState:
 		status, body = s.modelState(r)
 	case PathMetrics:
-		if s.Metrics != nil {
+		switch {
+		case s.Metrics == nil:
+			status, body = http.StatusNotFound, refusal{Error: "not found"}
+		case get:
 			s.Metrics.ServeHTTP(w, r)
 			return
 		}
-		status, body = http.StatusNotFound, refusal{Error: "not found"}
 	default:
 		status, body = http.StatusNotFound, refusal{Error: "not found"}
 	}
-	if status != http.StatusNotFound && r.Method != http.MethodGet && r.Method != http.MethodHead {
+	if status != http.StatusNotFound && !get {
 		w.Header().Set("Allow", "GET, HEAD")
 		status, body = http.StatusMethodNotAllowed, refusal{Error: "method not allowed"}
 	}

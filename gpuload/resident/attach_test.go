@@ -325,7 +325,7 @@ func TestGraceExceeded(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer a.Close()
-	if err := r.stop(); !errors.Is(err, resident.ErrLeased) || !strings.Contains(err.Error(), "1 were cut off") {
+	if err := r.stop(); !errors.Is(err, resident.ErrLeased) || err.Error() != "drain: 1 lease was cut off after 1ms" {
 		t.Errorf("%v", err)
 	}
 	if r.weights.State() != gpuload.Freed {

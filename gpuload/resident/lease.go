@@ -6,13 +6,15 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"net"
 	"net/http"
 	"os"
+	"slices"
 	"strings"
 	"sync"
 	"syscall"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/kiln-registry/kiln-registry/gpuload"
 	"github.com/kiln-registry/kiln-registry/gpuload/attach"
@@ -22,7 +24,8 @@ import (
 // Limits on a stream.
 const (
 	lineTimeout = 30 * time.Second      // for a line to be taken by the client
-	fullPause   = 10 * time.Millisecond // between tries to send descriptors while too many are on their way
+	fullTimeout = 2 * time.Second       // for others to take descriptors that are on their way, if those are too many
+	fullPause   = 10 * time.Millisecond // between looks at whether descriptors were taken
 	waiting     = 16                    // events that wait to be taken
 )
 
@@ -85,9 +88,12 @@ func (l *leases) refuse() {
 	l.closed = true
 }
 
-// drain waits until all have ended, and cuts off those that are left when ctx ends, which is an error: their memory is
-// about to go.
-func (l *leases) drain(ctx context.Context) error {
+// drain waits until all have ended, and cuts off those that are left when ctx ends: their memory is about to go. It
+// returns how many those were.
+func (l *leases) drain(ctx context.Context) int {
+	if l.count() == 0 {
+		return 0
+	}
 	ended := make(chan struct{})
 	go func() {
 		l.ended.Wait()
@@ -95,7 +101,7 @@ func (l *leases) drain(ctx context.Context) error {
 	}()
 	select {
 	case <-ended:
-		return nil
+		return 0
 	case <-ctx.Done():
 	}
 	l.mu.Lock()
@@ -105,17 +111,33 @@ func (l *leases) drain(ctx context.Context) error {
 	}
 	l.mu.Unlock()
 	<-ended
-	if n == 0 {
-		return nil
-	}
-	return fmt.Errorf("drain: %w: %d were cut off", ErrLeased, n)
+	return n
 }
+
+// cutOff is ErrLeased for some leases.
+type cutOff struct {
+	leases int
+	after  time.Duration
+}
+
+// Error gives one line.
+func (e *cutOff) Error() string {
+	what := "1 lease was"
+	if e.leases != 1 {
+		what = fmt.Sprintf("%d leases were", e.leases)
+	}
+	return fmt.Sprintf("drain: %s cut off after %s", what, e.after)
+}
+
+// Is implements errors.Is for ErrLeased.
+func (e *cutOff) Is(target error) bool { return target == ErrLeased }
 
 // stream is one attachment.
 type stream struct {
 	conn   *connection
 	r      *bufio.Reader
 	files  []*os.File
+	asked  []bool // of each descriptor: it was sent
 	events chan attach.Event
 
 	mu       sync.Mutex // of writing
@@ -137,7 +159,7 @@ func upgrades(r *http.Request) bool {
 // attach answers with the document, or makes the connection a lease if that is what the request asks for.
 func (s *Server) attach(w http.ResponseWriter, r *http.Request, a *attachable) error {
 	generation := s.held.Load().generation()
-	if !upgrades(r) {
+	if r.Method != http.MethodGet || !upgrades(r) {
 		d := a.document
 		d.Generation = generation
 		write(w, http.StatusOK, d)
@@ -154,27 +176,28 @@ func (s *Server) attach(w http.ResponseWriter, r *http.Request, a *attachable) e
 		return err
 	}
 	defer g.release()
-	return s.lease(w, g)
+	return s.lease(w, r, g)
 }
 
 // lease serves one attachment to its end.
-func (s *Server) lease(w http.ResponseWriter, g *granted) error {
+func (s *Server) lease(w http.ResponseWriter, r *http.Request, g *granted) error {
 	text, err := json.Marshal(g.document)
 	if err != nil {
 		return err
 	}
-	conn, buffered, err := http.NewResponseController(w).Hijack()
+	c := r.Context().Value(peerKey{}).(peer).conn
+	t := &stream{conn: c, files: g.files, asked: make([]bool, len(g.files)), events: make(chan attach.Event, waiting),
+		patience: lineTimeout}
+	if !s.leases.add(t) {
+		return gpuload.ErrState
+	}
+	defer s.leases.remove(t)
+	_, buffered, err := http.NewResponseController(w).Hijack()
 	if err != nil {
 		return err
 	}
-	c := conn.(*connection)
 	defer c.Close()
-	t := &stream{conn: c, r: buffered.Reader, files: g.files, events: make(chan attach.Event, waiting),
-		patience: lineTimeout}
-	if !s.leases.add(t) {
-		return nil // it drains by now: the client sees the end of the connection
-	}
-	defer s.leases.remove(t)
+	t.r = buffered.Reader
 	s.attaches.Add(1)
 	var told sync.WaitGroup
 	defer told.Wait()
@@ -185,8 +208,9 @@ func (s *Server) lease(w http.ResponseWriter, g *granted) error {
 		return nil // the client has gone
 	}
 	told.Go(func() { t.tell(gone) })
-	if err := t.serve(); err != nil {
-		refusal, _ := json.Marshal(attach.Refuse(attach.CodeBadRequest, "%v", err))
+	if e := t.serve(); e != nil {
+		s.refused.add(e.Code)
+		refusal, _ := json.Marshal(e)
 		_ = t.line(refusal, nil) // for people: the connection ends in any case
 	}
 	return nil
@@ -222,30 +246,67 @@ func (t *stream) tell(gone <-chan struct{}) {
 	}
 }
 
-// serve answers the client's lines until it goes, which is no error.
-func (t *stream) serve() error {
+// serve answers the client's lines until it goes, which is no error, or one is refused.
+func (t *stream) serve() *attach.Error {
 	for {
 		text, err := t.r.ReadSlice('\n')
 		if errors.Is(err, bufio.ErrBufferFull) {
-			return errors.New("the line is too long")
+			return attach.Refuse(attach.CodeBadRequest, "the line is too long")
 		}
 		if err != nil {
 			return nil
 		}
 		d, err := parseLine(text)
-		if err == nil && (d.Count < 1 || d.Count > attach.MaxDescriptors || d.First > len(t.files)-d.Count) {
-			err = fmt.Errorf("descriptors %d+%d: there are %d, and %d go at a time", d.First, d.Count, len(t.files),
-				attach.MaxDescriptors)
+		if err == nil {
+			err = t.mayHave(d)
 		}
 		if err != nil {
-			return err
+			return attach.Refuse(attach.CodeBadRequest, "%v", err)
 		}
 		answer, err := json.Marshal(attach.Line{Descriptors: &d})
 		if err == nil {
 			err = t.line(answer, t.files[d.First:d.First+d.Count])
 		}
-		if err != nil {
+		if errors.Is(err, syscall.ETOOMANYREFS) {
+			return attach.Refuse(attach.CodeBusy, "too many descriptors are on their way to others who do not take them")
+		}
+		if err != nil || !t.taken() {
 			return nil
+		}
+	}
+}
+
+// mayHave says whether such descriptors are there, and notes that they were sent: each is once.
+func (t *stream) mayHave(d attach.Descriptors) error {
+	if d.Count < 1 || d.Count > attach.MaxDescriptors || d.First > len(t.files)-d.Count {
+		return fmt.Errorf("descriptors %d+%d: there are %d, and %d go at a time", d.First, d.Count, len(t.files),
+			attach.MaxDescriptors)
+	}
+	asked := t.asked[d.First : d.First+d.Count]
+	if slices.Contains(asked, true) {
+		return fmt.Errorf("descriptors %d+%d: each goes once", d.First, d.Count)
+	}
+	for i := range asked {
+		asked[i] = true
+	}
+	return nil
+}
+
+// taken waits until the client has read all that was sent to it: what it leaves lying counts against all processes of
+// this user. It is false when that takes too long.
+func (t *stream) taken() bool {
+	raw, err := t.conn.SyscallConn()
+	if err != nil {
+		return false
+	}
+	for end := time.Now().Add(t.patience); ; time.Sleep(fullPause) {
+		left := 0
+		fault := raw.Control(func(fd uintptr) { left, err = unix.IoctlGetInt(int(fd), unix.SIOCOUTQ) })
+		if fault != nil || err != nil || left > 0 && time.Now().After(end) {
+			return false
+		}
+		if left == 0 {
+			return true
 		}
 	}
 }
@@ -294,23 +355,11 @@ func (t *stream) send(b []byte, files []*os.File) (n int, err error) {
 		fds[i] = int(f.Fd())
 	}
 	rights := syscall.UnixRights(fds...)
-	for end := time.Now().Add(t.patience); ; {
+	for end := time.Now().Add(min(t.patience, fullTimeout)); ; {
 		n, _, err = t.conn.WriteMsgUnix(b, rights, nil)
 		if !errors.Is(err, syscall.ETOOMANYREFS) || time.Now().After(end) {
 			return n, err
 		}
 		time.Sleep(fullPause)
 	}
-}
-
-// connection is a connection of the socket that counts until it is closed.
-type connection struct {
-	*net.UnixConn
-	closed func()
-}
-
-// Close implements net.Conn.
-func (c *connection) Close() error {
-	c.closed()
-	return c.UnixConn.Close()
 }

@@ -17,6 +17,7 @@ import (
 	"github.com/kiln-registry/kiln-registry/gpuload"
 	"github.com/kiln-registry/kiln-registry/gpuload/attach"
 	"github.com/kiln-registry/kiln-registry/gpuload/cuda"
+	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/internal/localsock"
 )
 
@@ -30,7 +31,7 @@ func TestLimit(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer s.Close()
-	l := &limited{s, make(chan struct{}, 2)}
+	l := new(Server).limit(s, 2)
 	dial := func() net.Conn {
 		c, err := net.Dial("unix", s.Path())
 		if err != nil {
@@ -104,7 +105,7 @@ func TestPatience(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer s.Close()
-	l := &limited{s, make(chan struct{}, 2)}
+	l := new(Server).limit(s, 2)
 	open := func() *stream {
 		c, err := net.Dial("unix", s.Path())
 		if err != nil {
@@ -140,5 +141,80 @@ func TestPatience(t *testing.T) {
 	all.refuse()
 	if all.add(slow) {
 		t.Error("a lease after the last one")
+	}
+}
+
+// TestDescriptorsLieAround asks for descriptors and does not take them: the lease ends. None goes twice.
+func TestDescriptorsLieAround(t *testing.T) {
+	sock, err := localsock.Listen(t.Context(), filepath.Join(t.TempDir(), "s"))
+	if err == nil {
+		err = sock.Publish(t.Context(), "x")
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer sock.Close()
+	l := new(Server).limit(sock, 2)
+	open := func(patience time.Duration) (*net.UnixConn, *stream) {
+		c, err := net.Dial("unix", sock.Path())
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { c.Close() })
+		a, err := l.Accept()
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { a.Close() })
+		return c.(*net.UnixConn), &stream{
+			conn: a.(*connection), r: bufio.NewReader(a), patience: patience,
+			files: []*os.File{os.Stdout, os.Stderr}, asked: make([]bool, 2),
+		}
+	}
+	const both = `{"descriptors":{"first":0,"count":2}}` + "\n"
+	lazy, t1 := open(time.Millisecond)
+	if _, err := io.WriteString(lazy, both); err != nil {
+		t.Fatal(err)
+	}
+	if e := t1.serve(); e != nil { // which ends although the connection is open
+		t.Errorf("%v", e)
+	}
+	taking, t2 := open(time.Minute)
+	if _, err := io.WriteString(taking, both+`{"descriptors":{"first":1,"count":1}}`+"\n"); err != nil {
+		t.Fatal(err)
+	}
+	go io.Copy(io.Discard, taking)
+	if e := t2.serve(); e == nil || e.Code != attach.CodeBadRequest {
+		t.Errorf("a descriptor was sent twice: %v", e)
+	}
+}
+
+// TestAttachAsItEnds has a request come between the last lease and the end of the socket.
+func TestAttachAsItEnds(t *testing.T) {
+	sock, err := localsock.Listen(t.Context(), filepath.Join(t.TempDir(), "s"))
+	if err == nil {
+		err = sock.Publish(t.Context(), "x")
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	s := new(Server)
+	s.leases.refuse()
+	server := s.localServer(t.Context())
+	server.Handler = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		s.answer(w, r, func(w http.ResponseWriter, r *http.Request, _ *Held) error {
+			return s.lease(w, r, new(granted))
+		})
+	})
+	ended := make(chan error)
+	go func() { ended <- server.Serve(s.limit(sock, 2)) }()
+	_, err = attach.Client{Socket: sock.Path()}.Attach(t.Context(), identity.Aggregate{1})
+	if !errors.Is(err, attach.Refuse(attach.CodeDraining, "")) || s.Snapshot().Refused[attach.CodeDraining] != 1 {
+		t.Errorf("%v", err)
+	}
+	server.Close()
+	<-ended
+	if err := sock.Close(); err != nil && !errors.Is(err, net.ErrClosed) {
+		t.Error(err)
 	}
 }

@@ -2,7 +2,6 @@ package resident
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"net"
@@ -10,7 +9,6 @@ import (
 	"os"
 	"path/filepath"
 	"strconv"
-	"sync"
 	"time"
 
 	"github.com/kiln-registry/kiln-registry/gpuload"
@@ -22,6 +20,7 @@ import (
 // Limits of the socket.
 const (
 	maxConnections = 4096 // requests and leases
+	maxProbes      = 256  // connections of the address for probes, which any user of the machine can open
 	maxWait        = 30 * time.Second
 )
 
@@ -125,11 +124,16 @@ func (s *Server) base(w http.ResponseWriter, r *http.Request, h *Held) error {
 	return s.attach(w, r, &h.base)
 }
 
-// end begins the end of the process, as a signal does.
-func (s *Server) end(w http.ResponseWriter, _ *http.Request, _ *Held) error {
-	write(w, http.StatusOK, struct {
-		State gpuload.State `json:"state"`
-	}{gpuload.Draining})
+// end begins the end of the process, as a signal does, and answers at once or, if the request asks for that, when the
+// memory is free.
+func (s *Server) end(w http.ResponseWriter, r *http.Request, _ *Held) error {
+	answer := attach.Released{State: gpuload.Draining}
+	if r.URL.Query().Get("wait") == "1" {
+		s.released()
+		<-s.freed
+		answer = attach.Released{State: gpuload.Freed, CutOff: s.cutOff}
+	}
+	write(w, http.StatusOK, answer)
 	s.released()
 	return nil
 }
@@ -228,10 +232,11 @@ func (s *Server) watch(ctx context.Context, h *Held) {
 	}
 }
 
-// peer is who is at the other end of a connection.
+// peer is a connection and who is at the other end.
 type peer struct {
-	uid int
-	err error
+	conn *connection
+	uid  int
+	err  error
 }
 
 type peerKey struct{}
@@ -242,36 +247,11 @@ func (s *Server) localServer(ctx context.Context) *http.Server {
 	server.Handler, server.ReadTimeout, server.WriteTimeout = s.local(), 0, 0
 	server.BaseContext = func(net.Listener) context.Context { return ctx }
 	server.ConnContext = func(ctx context.Context, c net.Conn) context.Context {
-		uid, err := localsock.Peer(c.(*connection))
-		return context.WithValue(ctx, peerKey{}, peer{uid, err})
+		conn := c.(*connection)
+		uid, err := localsock.Peer(conn)
+		return context.WithValue(ctx, peerKey{}, peer{conn, uid, err})
 	}
 	return server
-}
-
-// limited refuses connections beyond the limit.
-type limited struct {
-	net.Listener
-	places chan struct{}
-}
-
-// Accept implements net.Listener.
-func (l *limited) Accept() (net.Conn, error) {
-	for {
-		c, err := l.Listener.Accept()
-		if err != nil {
-			return nil, err
-		}
-		select {
-		case l.places <- struct{}{}:
-			return &connection{c.(*net.UnixConn), sync.OnceFunc(func() { <-l.places })}, nil
-		default:
-		}
-		e := attach.Refuse(attach.CodeBusy, "%d connections are open", cap(l.places))
-		text, _ := json.Marshal(e) // of two strings
-		_, _ = fmt.Fprintf(c, "HTTP/1.1 %d Busy\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%s", e.Status(),
-			len(text), text) // fits into the socket's buffer
-		c.Close()
-	}
 }
 
 // listen binds the socket under a hidden name.

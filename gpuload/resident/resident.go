@@ -27,6 +27,7 @@ const (
 	readTimeout    = 30 * time.Second
 	writeTimeout   = time.Minute
 	keepAlive      = 2 * time.Minute
+	goodbye        = time.Second // for answers when the server ends
 	maxHeaderBytes = 32 << 10
 )
 
@@ -63,6 +64,8 @@ type Server struct {
 	leases   leases
 	auditing chan struct{}      // full while an audit runs
 	released context.CancelFunc // ends Run
+	freed    chan struct{}      // closed when the memory is free
+	cutOff   int                // leases that were; to be read when freed is closed
 	counts
 }
 
@@ -83,7 +86,7 @@ type Held struct {
 func Listen(ctx context.Context, addr string, open bool) (net.Listener, error) {
 	l, err := new(net.ListenConfig).Listen(ctx, "tcp", addr)
 	if err != nil {
-		return nil, fmt.Errorf("listen: %w", err)
+		return nil, err
 	}
 	if tcp, ok := l.Addr().(*net.TCPAddr); !open && (!ok || !tcp.IP.IsLoopback()) {
 		return nil, errors.Join(fmt.Errorf("listen on %s: %w", l.Addr(), ErrPublic), l.Close())
@@ -103,10 +106,11 @@ func (s *Server) Run(ctx context.Context, l net.Listener, load func(context.Cont
 	ctx, stop := context.WithCancelCause(ctx)
 	defer stop(nil)
 	s.released, s.auditing = func() { stop(nil) }, make(chan struct{}, 1)
+	s.freed = make(chan struct{})
 	s.notify("STATUS=loading")
 	run := &running{Server: s, stop: stop}
 	run.local, run.cut = context.WithCancelCause(context.WithoutCancel(ctx))
-	run.serve(s.httpServer(), l)
+	run.serve(s.httpServer(), s.limit(l, maxProbes))
 	h, err := load(ctx)
 	if err == nil {
 		err = s.publish(ctx, &h)
@@ -170,33 +174,51 @@ func (r *running) attachable(h *Held) {
 		return
 	}
 	r.work.Go(func() { r.watch(r.local, h) })
-	r.serve(r.localServer(r.local), &limited{r.socket, make(chan struct{}, maxConnections)})
+	r.serve(r.localServer(r.local), r.limit(r.socket, maxConnections))
 }
 
-// end lets readiness fail first, tells those who are attached, then waits for leases, frees the weights, and waits
-// for requests.
+// end lets readiness fail first, tells those who are attached, then waits for leases, frees the weights, and gives
+// answers a moment to arrive.
 func (r *running) end(ctx context.Context, h *Held) (err error) {
 	r.ending.Store(true)
 	r.notify("STOPPING=1\nSTATUS=draining")
 	r.leases.refuse()
 	r.leases.tell(attach.Event{Kind: attach.EventDraining, Grace: r.Drain.Seconds()})
 	r.cut(gpuload.ErrState)
-	ctx, cancel := context.WithTimeout(ctx, r.Drain)
+	deadline := time.Now().Add(r.Drain)
+	drain, cancel := context.WithDeadline(ctx, deadline)
 	defer cancel()
-	err = r.leases.drain(ctx)
+	if r.cutOff = r.leases.drain(drain); r.cutOff > 0 {
+		err = &cutOff{r.cutOff, r.Drain}
+	}
 	if h.Weights != nil {
+		ctx, cancel := context.WithTimeout(ctx, time.Until(deadline)+goodbye) // for handlers that were cut off to return
+		defer cancel()
 		err = errors.Join(err, h.closeAdapters(ctx), h.Weights.Close(ctx))
 	}
-	for _, server := range r.servers {
-		if e := server.Shutdown(ctx); e != nil && !errors.Is(e, net.ErrClosed) {
-			err = errors.Join(err, fmt.Errorf("requests were cut off: %w", e), server.Close())
-		}
-	}
+	close(r.freed)
+	r.hangUp(ctx)
 	r.work.Wait()
 	if r.socket != nil {
 		err = errors.Join(err, r.socket.Close())
 	}
 	return errors.Join(errors.Join(r.failed...), err)
+}
+
+// hangUp ends the servers. Leases have ended before, so that only answers are on their way: those get a moment, silent
+// and unfinished requests are cut off.
+func (r *running) hangUp(ctx context.Context) {
+	ctx, cancel := context.WithTimeout(ctx, goodbye)
+	defer cancel()
+	var work sync.WaitGroup
+	for _, server := range r.servers {
+		work.Go(func() {
+			if server.Shutdown(ctx) != nil {
+				_ = server.Close() // of listeners that are closed by now
+			}
+		})
+	}
+	work.Wait()
 }
 
 func (s *Server) httpServer() *http.Server {

@@ -7,12 +7,16 @@ import (
 	"net"
 	"os"
 	"strings"
+	"time"
 )
 
 // EnvSocket names the socket to which Send sends; one that begins with @ is abstract.
 const EnvSocket = "NOTIFY_SOCKET"
 
-// Send sends a state, such as "READY=1\nSTATUS=…". Without EnvSocket it does nothing: nobody asked.
+// patience is how long a datagram may wait for room at who is told.
+const patience = time.Second
+
+// Send sends a state, such as "READY=1\nSTATUS=…". It takes a second at most. Without EnvSocket it does nothing: nobody asked.
 func Send(state string) error {
 	name := os.Getenv(EnvSocket)
 	if name == "" {
@@ -26,6 +30,9 @@ func Send(state string) error {
 		return fmt.Errorf("tell systemd: %w", err)
 	}
 	defer c.Close()
+	if err := c.SetWriteDeadline(time.Now().Add(patience)); err != nil {
+		return fmt.Errorf("tell systemd: %w", err)
+	}
 	if _, err := c.Write([]byte(state)); err != nil {
 		return fmt.Errorf("tell systemd: %w", err)
 	}

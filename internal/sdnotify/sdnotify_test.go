@@ -1,10 +1,12 @@
 package sdnotify_test
 
 import (
+	"errors"
 	"fmt"
 	"net"
 	"os"
 	"path/filepath"
+	"strings"
 	"testing"
 
 	"github.com/kiln-registry/kiln-registry/internal/sdnotify"
@@ -39,5 +41,22 @@ func TestSend(t *testing.T) {
 	t.Setenv(sdnotify.EnvSocket, "")
 	if err := sdnotify.Send("READY=1"); err != nil {
 		t.Errorf("without a socket: %v", err)
+	}
+}
+
+// TestFullQueue tells somebody who takes nothing, until there is no room.
+func TestFullQueue(t *testing.T) {
+	name := filepath.Join(t.TempDir(), "notify")
+	l, err := net.ListenUnixgram("unixgram", &net.UnixAddr{Name: name, Net: "unixgram"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	t.Setenv(sdnotify.EnvSocket, name)
+	for err == nil {
+		err = sdnotify.Send("STATUS=" + strings.Repeat("x", 10_000))
+	}
+	if !errors.Is(err, os.ErrDeadlineExceeded) {
+		t.Errorf("%v", err)
 	}
 }
