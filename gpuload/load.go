@@ -245,7 +245,7 @@ var (
 	ErrMemory     = errors.New("not enough memory")                  // before the first byte was copied
 	ErrDevice     = errors.New("the device failed")                  // allocation, copy or publication
 	ErrHung       = errors.New("the device does not answer")         // what it may still use can't be given back
-	ErrUnreadable = errors.New("the device can't read its memory")   // which it says itself: what was there is lost
+	ErrUnreadable = errors.New("the device can't read its memory")   // it says so itself: what is there is lost
 	ErrDisk       = errors.New("the bytes were not kept")            // by Options.Keep
 	ErrState      = errors.New("the weights are not published")      // no longer, or not yet
 )

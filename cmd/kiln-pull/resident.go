@@ -8,10 +8,12 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"net"
 	"os"
 	"path/filepath"
 	"strings"
 	"sync"
+	"syscall"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -82,6 +84,8 @@ func (f *residentFlags) check(arg string) error {
 	switch {
 	case f.maxBuffer < 0:
 		return cli.Usagef("--max-buffer or --max-pinned %d: want a number of bytes, or 0 for the default", f.maxBuffer)
+	case strings.HasPrefix(f.socket, "@"):
+		return cli.Usagef("--socket %s: want the path of a file; anybody can connect to an abstract socket", f.socket)
 	case f.drain < 0:
 		return cli.Usagef("--drain-timeout %s: want 0s or more", f.drain)
 	case f.dir != "" && !pulls:
@@ -127,6 +131,7 @@ func (f *residentFlags) bind(cmd *cobra.Command) {
 // explainLoad gives the errors of a load their exit codes and hints.
 func explainLoad(err error) error {
 	err = explainPlace(err)
+	var listens *net.OpError
 	switch {
 	case errors.Is(err, holding.ErrSent):
 		return cli.Hint(cli.Exit(cli.CodeNo, err),
@@ -151,6 +156,8 @@ func explainLoad(err error) error {
 	case errors.Is(err, localsock.ErrFolder), errors.Is(err, localsock.ErrPath):
 		return cli.Hint(cli.Exit(cli.CodeUsage, err),
 			"--socket names one in a folder of mode 0700, which is made if it is missing; --socket off: nobody attaches")
+	case errors.As(err, &listens) && listens.Net == "unix":
+		return cli.Hint(cli.Exit(cli.CodeUsage, err), "--socket names a file that can be made; --socket off: nobody attaches")
 	case errors.Is(err, resident.ErrPublic):
 		return cli.Hint(cli.Exit(cli.CodeUsage, err),
 			"--token-file says who may ask (kiln-registry token create makes one); --insecure-open if everybody may")
@@ -178,7 +185,7 @@ func (f *residentFlags) run(ctx context.Context, arg string, stdout, stderr io.W
 	}
 	l, err := resident.Listen(ctx, f.listen, gate != nil || f.insecureOpen)
 	if err != nil {
-		return cli.Exit(cli.CodeUsage, err)
+		return cli.Hint(cli.Exit(cli.CodeUsage, err), badListen(err))
 	}
 	s := &resident.Server{
 		Version: cli.Version(), Backend: "synthetic", Model: f.name(arg), Gate: gate, Log: log, Drain: f.drain,
@@ -208,6 +215,17 @@ func (f *residentFlags) run(ctx context.Context, arg string, stdout, stderr io.W
 		return f.announce(stdout, stderr, "http://"+l.Addr().String(), s, held)
 	})
 	return errors.Join(err, h.Close())
+}
+
+// badListen says what can be done about an address that can't be listened on.
+func badListen(err error) string {
+	switch {
+	case errors.Is(err, resident.ErrPublic):
+		return "" // explainLoad has it
+	case errors.Is(err, syscall.EADDRINUSE):
+		return "another process has it: name another --listen"
+	}
+	return "--listen names an address of this machine and a port, such as " + defaultResident
 }
 
 // synthetic loads nothing.
@@ -273,7 +291,14 @@ func (f *residentFlags) attachable(arg string, want identity.Aggregate) string {
 	case f.socket == "":
 		return filepath.Join(attach.Folder(), attach.SocketName(want))
 	}
-	return f.socket
+	path, err := filepath.Abs(f.socket)
+	if err != nil {
+		return f.socket
+	}
+	if strings.HasSuffix(f.socket, "/") {
+		path += "/" // a folder
+	}
+	return path
 }
 
 // name is what people call the model.

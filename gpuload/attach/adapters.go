@@ -25,23 +25,23 @@ type Loaded struct {
 // Adapters lists what is loaded on a base.
 func (c Client) Adapters(ctx context.Context, a identity.Aggregate) (list []LoadedAdapter, err error) {
 	var body struct{ Adapters []LoadedAdapter }
-	err = c.of(a).Do(ctx, http.MethodGet, PathAdapters(a), nil, &body)
+	err = c.Of(a).Do(ctx, http.MethodGet, PathAdapters(a), nil, &body)
 	return body.Adapters, err
 }
 
 // Load has the holder of a base load an adapter, and returns when it can be attached to. It is named as LoadRequest
 // says. The context ends the load, unless others wait for it too.
 func (c Client) Load(ctx context.Context, a identity.Aggregate, adapter string) (l Loaded, err error) {
-	return l, c.of(a).Do(ctx, http.MethodPost, PathAdapters(a), LoadRequest{adapter}, &l)
+	return l, c.Of(a).Do(ctx, http.MethodPost, PathAdapters(a), LoadRequest{adapter}, &l)
 }
 
 // Unload has the holder free an adapter that nobody has attached: CodeAdapterInUse otherwise.
 func (c Client) Unload(ctx context.Context, a identity.Aggregate, d identity.Digest) error {
-	return c.of(a).Do(ctx, http.MethodDelete, PathAdapter(a, d), nil, nil)
+	return c.Of(a).Do(ctx, http.MethodDelete, PathAdapter(a, d), nil, nil)
 }
 
 // AdapterFile returns a document of an adapter that is loaded, such as adapter_config.json. The holder has checked its
 // digest.
 func (c Client) AdapterFile(ctx context.Context, a identity.Aggregate, d identity.Digest, name string) ([]byte, error) {
-	return c.of(a).ask(ctx, http.MethodGet, PathAdapterFile(a, d, name), nil, MaxFile)
+	return c.Of(a).ask(ctx, http.MethodGet, PathAdapterFile(a, d, name), nil, MaxFile)
 }

@@ -44,12 +44,12 @@ type Block struct {
 // Attach asks for a base by its aggregate, on the client's socket. The context ends the attempt, not the attachment.
 // Errors are those of Do, and ErrDocument.
 func (c Client) Attach(ctx context.Context, a identity.Aggregate) (*Attachment, error) {
-	return c.of(a).attach(ctx, Path(a), func(text []byte) (Document, error) { return wanted(text, a, identity.Digest{}) })
+	return c.Of(a).attach(ctx, Path(a), func(text []byte) (Document, error) { return wanted(text, a, identity.Digest{}) })
 }
 
 // AttachAdapter asks for an adapter that is loaded on a base, by the digest of its manifest; else it is Attach.
 func (c Client) AttachAdapter(ctx context.Context, a identity.Aggregate, d identity.Digest) (*Attachment, error) {
-	return c.of(a).attach(ctx, PathAdapter(a, d), func(text []byte) (Document, error) { return wanted(text, a, d) })
+	return c.Of(a).attach(ctx, PathAdapter(a, d), func(text []byte) (Document, error) { return wanted(text, a, d) })
 }
 
 // wanted parses the document of a base, or of an adapter on it where d is not zero.
@@ -79,7 +79,7 @@ func (c Client) attach(ctx context.Context, path string, parse func([]byte) (Doc
 	}
 	if err != nil {
 		if ctx.Err() != nil {
-			err = fmt.Errorf("%w: %w", context.Cause(ctx), err)
+			err = context.Cause(ctx)
 		}
 		return nil, fmt.Errorf("attach on %s: %w", c.Socket, errors.Join(err, a.unmap(), s.Close()))
 	}

@@ -65,7 +65,7 @@ func (c Client) Status(ctx context.Context) (s Status, err error) {
 
 // Document asks for the document of a base, without handles.
 func (c Client) Document(ctx context.Context, a identity.Aggregate) (Document, error) {
-	text, err := c.of(a).ask(ctx, http.MethodGet, Path(a), nil, MaxDocument)
+	text, err := c.Of(a).ask(ctx, http.MethodGet, Path(a), nil, MaxDocument)
 	if err != nil {
 		return Document{}, err
 	}
@@ -75,33 +75,33 @@ func (c Client) Document(ctx context.Context, a identity.Aggregate) (Document, e
 // Header asks for the first bytes of a shard, which are not in the memory: with the shard's data after them they have
 // the shard's digest. The caller checks that.
 func (c Client) Header(ctx context.Context, a identity.Aggregate, shard identity.Digest) ([]byte, error) {
-	return c.of(a).ask(ctx, http.MethodGet, PathHeader(a, shard), nil, MaxHeader)
+	return c.Of(a).ask(ctx, http.MethodGet, PathHeader(a, shard), nil, MaxHeader)
 }
 
 // Audit has the holder read all its memory back and hash it again. Damage is an *Error, CodeDamaged.
 func (c Client) Audit(ctx context.Context, a identity.Aggregate) (found Audited, err error) {
-	return found, c.of(a).Do(ctx, http.MethodPost, PathAudit(a), nil, &found)
+	return found, c.Of(a).Do(ctx, http.MethodPost, PathAudit(a), nil, &found)
 }
 
 // Release has the holder drain, free the memory and end. It returns when that has begun.
 func (c Client) Release(ctx context.Context, a identity.Aggregate) error {
-	return c.of(a).Do(ctx, http.MethodDelete, Path(a), nil, nil)
+	return c.Of(a).Do(ctx, http.MethodDelete, Path(a), nil, nil)
 }
 
 // Free is Release that returns when the memory is free; the holder has not ended by then.
 func (c Client) Free(ctx context.Context, a identity.Aggregate) (r Released, err error) {
-	return r, c.of(a).Do(ctx, http.MethodDelete, Path(a)+"?wait=1", nil, &r)
+	return r, c.Of(a).Do(ctx, http.MethodDelete, Path(a)+"?wait=1", nil, &r)
 }
 
 // Generation waits until the generation is above a number, but not for longer than 30 seconds, and returns what it is.
 func (c Client) Generation(ctx context.Context, a identity.Aggregate, after uint64) (uint64, error) {
 	var body struct{ Generation uint64 }
-	err := c.of(a).Do(ctx, http.MethodGet, PathGeneration(a, after), nil, &body)
+	err := c.Of(a).Do(ctx, http.MethodGet, PathGeneration(a, after), nil, &body)
 	return body.Generation, err
 }
 
-// of is the client of the socket of a base.
-func (c Client) of(a identity.Aggregate) Client {
+// Of is the client of the socket of a base.
+func (c Client) Of(a identity.Aggregate) Client {
 	if c.Socket == "" {
 		c.Socket, c.named = filepath.Join(Folder(), SocketName(a)), true
 	}
@@ -201,6 +201,8 @@ func (c Client) dial(ctx context.Context) (*net.UnixConn, error) {
 	switch {
 	case errors.Is(err, syscall.ENOENT), errors.Is(err, syscall.ECONNREFUSED):
 		return nil, fmt.Errorf("%w: %w", ErrNone, err)
+	case errors.Is(err, syscall.EAGAIN):
+		return nil, fmt.Errorf("%s: %w", c.Socket, Refuse(CodeBusy, "too many wait to be let in"))
 	case err != nil:
 		return nil, err
 	}

@@ -33,13 +33,17 @@ var ErrNone = errors.New("no CUDA device")
 
 // Codes of the driver (CUresult).
 const (
-	outOfMemory   = 2
-	noDevice      = 100
-	uncorrectable = 214 // by the device's own error correction
+	outOfMemory = 2
+	noDevice    = 100
+
+	// After these nothing that the process has on the device can be used.
+	uncorrectable  = 214 // an error in memory
+	illegalAddress = 700
+	launchFailed   = 719
 )
 
 // Error is what a call of the driver returned. It is gpuload.ErrMemory when the driver says that memory ran out, and
-// gpuload.ErrUnreadable when it says that an error in memory can't be corrected.
+// gpuload.ErrUnreadable when what the process has on the device is lost to it.
 type Error struct {
 	Call string // of the driver
 	Code int    // CUresult
@@ -58,5 +62,5 @@ func (e *Error) Error() string {
 // Is implements errors.Is for gpuload.ErrMemory and gpuload.ErrUnreadable.
 func (e *Error) Is(target error) bool {
 	return target == gpuload.ErrMemory && e.Code == outOfMemory ||
-		target == gpuload.ErrUnreadable && e.Code == uncorrectable
+		target == gpuload.ErrUnreadable && (e.Code == uncorrectable || e.Code == illegalAddress || e.Code == launchFailed)
 }

@@ -14,10 +14,9 @@ import (
 	"syscall"
 	"time"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/kiln-registry/kiln-registry/gpuload"
 	"github.com/kiln-registry/kiln-registry/gpuload/attach"
+	"github.com/kiln-registry/kiln-registry/internal/localsock"
 	"github.com/kiln-registry/kiln-registry/internal/strictjson"
 )
 
@@ -295,14 +294,9 @@ func (t *stream) mayHave(d attach.Descriptors) error {
 // taken waits until the client has read all that was sent to it: what it leaves lying counts against all processes of
 // this user. It is false when that takes too long.
 func (t *stream) taken() bool {
-	raw, err := t.conn.SyscallConn()
-	if err != nil {
-		return false
-	}
 	for end := time.Now().Add(t.patience); ; time.Sleep(fullPause) {
-		left := 0
-		fault := raw.Control(func(fd uintptr) { left, err = unix.IoctlGetInt(int(fd), unix.SIOCOUTQ) })
-		if fault != nil || err != nil || left > 0 && time.Now().After(end) {
+		left, err := localsock.Unread(t.conn)
+		if err != nil || left > 0 && time.Now().After(end) {
 			return false
 		}
 		if left == 0 {

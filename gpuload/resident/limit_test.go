@@ -85,7 +85,8 @@ func TestDamage(t *testing.T) {
 		{&gpuload.Error{Shard: "a", Err: gpuload.ErrDevice}, false},
 		{&gpuload.Error{Shard: "a", Err: gpuload.ErrHung}, false},
 		{fmt.Errorf("audit: %w", &gpuload.Error{Shard: "a", Err: &cuda.Error{Call: "cuMemcpyDtoHAsync", Code: 214}}), true},
-		{&gpuload.Error{Shard: "a", Err: &cuda.Error{Call: "cuMemcpyDtoHAsync", Code: 700}}, false},
+		{&gpuload.Error{Shard: "a", Err: &cuda.Error{Call: "cuMemcpyDtoHAsync", Code: 700}}, true},
+		{&gpuload.Error{Shard: "a", Err: &cuda.Error{Call: "cuMemcpyDtoHAsync", Code: 2}}, false},
 		{syscall.ENOMEM, false},
 		{gpuload.ErrState, false},
 	} {

@@ -55,6 +55,9 @@ type Socket struct {
 
 // CheckPath says whether a socket can have a path: ErrPath.
 func CheckPath(path string) error {
+	if strings.HasPrefix(path, "@") {
+		return fmt.Errorf("%w: %s would be in no folder, open to every user; a file is written ./%s", ErrPath, path, path)
+	}
 	if len(path) > MaxPath {
 		return fmt.Errorf("%w: %s has %d bytes, at most %d go", ErrPath, path, len(path), MaxPath)
 	}
@@ -296,4 +299,17 @@ func Peer(c syscall.Conn) (int, error) {
 		return 0, fmt.Errorf("read who is at the other end of the socket: %w", err)
 	}
 	return int(cred.Uid), nil
+}
+
+// Unread returns 0 once the other end of a connection has read all that was sent to it, descriptors included.
+func Unread(c syscall.Conn) (n int, err error) {
+	raw, err := c.SyscallConn()
+	if err != nil {
+		return 0, err
+	}
+	fault := raw.Control(func(fd uintptr) { n, err = unix.IoctlGetInt(int(fd), unix.SIOCOUTQ) })
+	if err = errors.Join(err, fault); err != nil {
+		return 0, fmt.Errorf("read what lies on the socket: %w", err)
+	}
+	return n, nil
 }

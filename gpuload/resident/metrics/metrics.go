@@ -2,6 +2,7 @@
 package metrics
 
 import (
+	"cmp"
 	"net/http"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -32,7 +33,7 @@ var (
 	damaged    = desc("damaged", "1 once an audit found other bytes than were published.")
 	size       = desc("bytes", "Bytes of the base model, headers included.")
 	loaded     = desc("load_seconds", "How long the load took.")
-	busy       = desc("load_busy_seconds", "How long each stage of the load was at work, summed over the lanes.", "stage")
+	busy       = desc("load_busy_seconds", "How long each stage of the load (network or read, hash, copy, disk) was at work, summed over the lanes.", "stage")
 	leases     = desc("leases", "Attachments that are open.")
 	attaches   = desc("attaches_total", "Attachments since the start.")
 	refused    = desc("refusals_total", "Requests on the socket that were refused, by the code of the answer.", "code")
@@ -75,7 +76,7 @@ func (c collector) Collect(to chan<- prometheus.Metric) {
 	gauge(damaged, number(h.Damaged))
 	gauge(size, float64(h.Bytes))
 	gauge(loaded, snap.Stats.Elapsed.Seconds())
-	gauge(busy, snap.Stats.Read.Seconds(), "read")
+	gauge(busy, snap.Stats.Read.Seconds(), cmp.Or(snap.Stats.Stage, "read")) // as the log calls it
 	gauge(busy, snap.Stats.Hash.Seconds(), "hash")
 	gauge(busy, snap.Stats.Copy.Seconds(), "copy")
 	gauge(busy, snap.Stats.Disk.Seconds(), "disk")

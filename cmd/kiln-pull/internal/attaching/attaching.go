@@ -28,7 +28,8 @@ func Commands() []*cobra.Command {
 // flags are those of every command here.
 type flags struct {
 	socket      string
-	holder      int // user ID of the holder; 0: this user's or root
+	holder      int           // user ID of the holder; 0: this user's or root
+	timeout     time.Duration // of an attach; 0: none
 	json, quiet bool
 }
 
@@ -74,14 +75,15 @@ func attachCommand() *cobra.Command {
 			"mapped memory is hashed here, with the headers that the holder gives, and the command ends: 0 if every shard\n"+
 			"has its digest and every tensor is where its header says, 1 if not.\n\n"+
 			"Exit codes besides: 1 another base is held, or an audit found damage; 3 the holder is another user's; 4 nobody\n"+
-			"holds it; 5 memory that is not sealed, or an answer that breaks the format; 6 the holder has died; 8 a device\n"+
-			"can't be opened; 75 it is about to end.",
+			"holds it; 5 memory that is not sealed, or an answer that breaks the format; 6 the holder has died or does not\n"+
+			"answer; 8 a device can't be opened; 75 it is about to end, or busy.",
 		func(ctx context.Context, a identity.Aggregate, stdout, stderr io.Writer) error {
 			if check {
 				return f.check(ctx, a, stdout)
 			}
 			return f.hold(ctx, a, stdout, stderr)
 		})
+	cmd.Flags().DurationVar(&f.timeout, "timeout", 30*time.Second, "how long an attach may take; 0: as long as it takes")
 	cmd.Flags().BoolVar(&check, "check", false, "hash every byte of the mapped memory, and end")
 	return cmd
 }
@@ -90,7 +92,8 @@ func auditCommand() *cobra.Command {
 	var f flags
 	return f.command("audit", "Have the holder of a model read its memory back and hash it again",
 		"Memory of a device can be changed by every process that has it mapped. On damage the exit code is 1, and from\n"+
-			"then on nobody can attach: the holder's /health and /readyz answer 503. Leases stay, and their clients are told.",
+			"then on nobody can attach: the holder's /health and /readyz answer 503. Leases stay, and their clients are told.\n"+
+			"An audit that could not be made says nothing of the bytes: exit code 6.",
 		f.audit)
 }
 
@@ -98,7 +101,8 @@ func releaseCommand() *cobra.Command {
 	var f flags
 	return f.command("release", "Have the holder of a model free the memory and end",
 		"As with a signal, those who are attached are told and have the holder's --drain-timeout to go. The command ends\n"+
-			"when the holder has freed the memory.", f.release)
+			"when the holder has freed the memory and ended: with 0, also where leases were cut off, which it says. The\n"+
+			"holder itself ends with 1 then. If it dies before, the exit code is 6.", f.release)
 }
 
 // summary says what is attached, for people.
@@ -117,9 +121,20 @@ func summary(d attach.Document) string {
 		cli.Count(len(d.Shards), "shard"), cli.Count(len(d.Tensors), "tensor"), on)
 }
 
+// attach attaches in the time that it may take.
+func (f *flags) attach(ctx context.Context, a identity.Aggregate) (*attach.Attachment, error) {
+	if f.timeout > 0 {
+		slow := cli.Exit(cli.CodeUnreachable, fmt.Errorf("no answer within %s", f.timeout))
+		var cancel func()
+		ctx, cancel = context.WithTimeoutCause(ctx, f.timeout, slow)
+		defer cancel()
+	}
+	return f.client().Attach(ctx, a)
+}
+
 // hold keeps a lease until ctx ends or the holder drains.
 func (f *flags) hold(ctx context.Context, a identity.Aggregate, stdout, stderr io.Writer) (err error) {
-	at, err := f.client().Attach(ctx, a)
+	at, err := f.attach(ctx, a)
 	if err != nil {
 		return err
 	}
@@ -169,19 +184,46 @@ func (f *flags) audit(ctx context.Context, a identity.Aggregate, stdout, _ io.Wr
 	return err
 }
 
-// pause is how long release waits between looks at whether the holder has ended.
-const pause = 50 * time.Millisecond
+// Limits on waiting for a holder to end that has freed the memory.
+const (
+	pause   = 50 * time.Millisecond // between looks
+	goodbye = 10 * time.Second
+)
 
 func (f *flags) release(ctx context.Context, a identity.Aggregate, stdout, stderr io.Writer) error {
-	c := f.client()
-	if err := c.Release(ctx, a); err != nil {
+	f.note(stderr, "asking the holder to end; leases have its --drain-timeout")
+	found, err := f.client().Free(ctx, a)
+	if err == nil {
+		err = gone(ctx, f.client().Of(a))
+	}
+	if err != nil {
 		return err
 	}
-	f.note(stderr, "draining")
+	if f.json {
+		return json.NewEncoder(stdout).Encode(struct {
+			Aggregate identity.Aggregate `json:"aggregate_sha256"`
+			attach.Released
+		}{a, found})
+	}
+	cut := ""
+	if found.CutOff == 1 {
+		cut = "; 1 lease was cut off"
+	} else if found.CutOff > 1 {
+		cut = fmt.Sprintf("; %d leases were cut off", found.CutOff)
+	}
+	_, err = fmt.Fprintf(stdout, "released%s: %s\n", cut, a)
+	return err
+}
+
+// gone waits until nobody listens on the socket, or another holder does.
+func gone(ctx context.Context, c attach.Client) error {
+	slow := cli.Exit(cli.CodeUnreachable, errors.New("the memory is free, but its holder has not ended"))
+	ctx, cancel := context.WithTimeoutCause(ctx, goodbye, slow)
+	defer cancel()
 	for {
-		_, err := c.Document(ctx, a)
-		if err != nil && !errors.Is(err, attach.Refuse(attach.CodeDraining, "")) {
-			break // it has gone, or another one is there
+		s, err := c.Status(ctx)
+		if errors.Is(err, attach.ErrNone) || errors.Is(err, attach.ErrOtherUser) || s.State == gpuload.Published {
+			return nil
 		}
 		select {
 		case <-ctx.Done():
@@ -189,20 +231,21 @@ func (f *flags) release(ctx context.Context, a identity.Aggregate, stdout, stder
 		case <-time.After(pause):
 		}
 	}
-	if f.json {
-		return json.NewEncoder(stdout).Encode(struct {
-			Aggregate identity.Aggregate `json:"aggregate_sha256"`
-			State     gpuload.State      `json:"state"`
-		}{a, gpuload.Freed})
-	}
-	_, err := fmt.Fprintf(stdout, "released: %s\n", a)
-	return err
 }
 
 // codes are the exit codes of what a holder refuses.
 var codes = map[string]int{
 	attach.CodeOtherBase: cli.CodeNo, attach.CodeDamaged: cli.CodeNo, attach.CodeOtherUser: cli.CodeDenied,
 	attach.CodeDraining: cli.CodeTryAgain, attach.CodeBusy: cli.CodeTryAgain, attach.CodeFailed: cli.CodeUnreachable,
+}
+
+// hints say what can be done about what a holder refuses.
+var hints = map[string]string{
+	attach.CodeOtherBase: "name the socket of that one's holder with --socket, or hold it (kiln-pull resident)",
+	attach.CodeDraining:  "hold it again (kiln-pull resident), then attach",
+	attach.CodeBusy:      "wait until others have attached or gone",
+	attach.CodeFailed:    "the holder says more on its stderr",
+	attach.CodeDamaged:   "release it (kiln-pull release), and hold it again",
 }
 
 // explain gives errors their exit codes and hints.
@@ -214,7 +257,7 @@ func explain(err error) error {
 		if !ok {
 			code = cli.CodeUsage
 		}
-		return cli.Exit(code, err)
+		return cli.Hint(cli.Exit(code, err), hints[e.Code])
 	case errors.Is(err, attach.ErrNone):
 		return cli.Hint(cli.Exit(cli.CodeNotFound, err),
 			"kiln-pull resident holds a model, and prints its socket when that is published")
@@ -226,9 +269,11 @@ func explain(err error) error {
 	case errors.Is(err, fs.ErrPermission):
 		return cli.Hint(cli.Exit(cli.CodeDenied, err), "run it as the user who holds the model, or as root")
 	case errors.Is(err, localsock.ErrPath):
-		return cli.Exit(cli.CodeUsage, err)
+		return cli.Hint(cli.Exit(cli.CodeUsage, err), "--socket names the file that kiln-pull resident says it answers on")
 	case errors.Is(err, attach.ErrDocument), errors.Is(err, attach.ErrSeal):
-		return cli.Exit(cli.CodeBadInput, err)
+		return cli.Hint(cli.Exit(cli.CodeBadInput, err), "nothing was taken from that holder; see what runs there")
+	case cli.Code(err) == cli.CodeUnreachable:
+		return cli.Hint(err, "the holder may have ended, or is stopped; kiln-pull resident holds the model again")
 	}
 	return err
 }

@@ -37,7 +37,7 @@ type checked struct {
 // check proves without the holder's word that the mapped memory is the base.
 func (f *flags) check(ctx context.Context, a identity.Aggregate, stdout io.Writer) (err error) {
 	start := time.Now()
-	at, err := f.client().Attach(ctx, a)
+	at, err := f.attach(ctx, a)
 	if err != nil {
 		return err
 	}
