@@ -44,6 +44,8 @@ func TestCode(t *testing.T) {
 		{&fs.PathError{Err: syscall.EROFS}, CodeDisk, ""},
 		{&fs.PathError{Err: syscall.EISDIR}, CodeUsage, ""},
 		{fmt.Errorf("a: %w", refused), CodeUnreachable, "kiln-registry serve"},
+		{fmt.Errorf("seal block 0: %w", syscall.EBUSY), CodeUsage, ""},
+		{os.NewSyscallError("memfd_create", syscall.ENOSYS), CodeUsage, ""},
 		{fmt.Errorf("a: %w", http.ErrSchemeMismatch), CodeUnreachable, "--plain-http"},
 		{client.ErrIdle, CodeUnreachable, "check the address"},
 		{client.ErrNotBlob, CodeUnreachable, "check the address"},

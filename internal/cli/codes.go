@@ -102,7 +102,8 @@ func answerCode(err error) int {
 // systemCode is for what this machine says.
 func systemCode(err error) int {
 	var op *net.OpError
-	var n net.Error // an error number of the system is one too, so that it comes last
+	var n net.Error
+	var number syscall.Errno // which is a net.Error, too: of something on this machine, unless it is in a net.OpError
 	switch {
 	case errors.Is(err, context.Canceled), errors.Is(err, syscall.EINTR):
 		return CodeTryAgain
@@ -114,7 +115,7 @@ func systemCode(err error) int {
 		return CodeNotFound
 	case isPath(err):
 		return CodeUsage
-	case errors.As(err, &n), client.Temporary(err):
+	case errors.As(err, &n) && !errors.As(err, &number), client.Temporary(err):
 		return CodeUnreachable
 	}
 	return CodeUsage
