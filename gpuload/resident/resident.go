@@ -270,7 +270,7 @@ type Snapshot struct {
 	Attaches int64
 	Audits   int64
 	Failures int64            // audits that found other bytes than were published
-	Refused  map[string]int64 // requests on the socket, by code
+	Refused  map[string]int64 // connections and requests, by code
 }
 
 // Snapshot says how the server stands now.

@@ -36,7 +36,7 @@ var (
 	busy       = desc("load_busy_seconds", "How long each stage of the load (network or read, hash, copy, disk) was at work, summed over the lanes.", "stage")
 	leases     = desc("leases", "Attachments that are open.")
 	attaches   = desc("attaches_total", "Attachments since the start.")
-	refused    = desc("refusals_total", "Requests on the socket that were refused, by the code of the answer.", "code")
+	refused    = desc("refusals_total", "Connections and requests that were refused, by the code of the answer.", "code")
 	audits     = desc("audits_total", "Audits that were begun.")
 	failures   = desc("verification_failures_total", "Audits that found other bytes than were published.")
 	generation = desc("generation", "Counts from 1 the adapters that came and went.")
