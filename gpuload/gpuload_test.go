@@ -484,7 +484,7 @@ func TestStatsLine(t *testing.T) {
 		t.Errorf("%q, want %q", line, want)
 	}
 	line = gpuload.Stats{Elapsed: 2e9, Read: 2e9, Lanes: 1, Stage: "network"}.String()
-	if want := "limit: network (busy: network 100%,"; !strings.Contains(line, want) {
+	if want := "limit: network (busy: network 100%,"; !strings.Contains(line, want) || !strings.Contains(line, "1 lane,") {
 		t.Errorf("%q lacks %q", line, want)
 	}
 	line = gpuload.Stats{Bytes: 3e9, Elapsed: 2e9, Hash: 1e9, Disk: 3e9, Lanes: 2}.String()

@@ -223,9 +223,16 @@ func (s Stats) String() string {
 		}
 		busy[i] = fmt.Sprintf("%s %.0f%%", stage.name, s.busy(stage.busy))
 	}
-	return fmt.Sprintf("%.1f MB in %.3f s, %.2f GB/s; limit: %s (busy: %s); %d lanes, %.1f MB of buffers",
+	return fmt.Sprintf("%.1f MB in %.3f s, %.2f GB/s; limit: %s (busy: %s); %s, %.1f MB of buffers",
 		float64(s.Bytes)/1e6, s.Elapsed.Seconds(), float64(s.Bytes)/1e9/max(s.Elapsed.Seconds(), 1e-9), limit.name,
-		strings.Join(busy, ", "), s.Lanes, float64(s.Buffer)/1e6)
+		strings.Join(busy, ", "), lanesText(s.Lanes), float64(s.Buffer)/1e6)
+}
+
+func lanesText(n int) string {
+	if n == 1 {
+		return "1 lane"
+	}
+	return fmt.Sprintf("%d lanes", n)
 }
 
 func (s Stats) busy(d time.Duration) float64 {
@@ -259,9 +266,13 @@ type Error struct {
 	Err      error
 }
 
-// Error names the shard, the offset and, where there are such, what was expected and what was found.
+// Error names the shard, the offset unless the bytes as a whole are wrong, and, where there are such, what was expected
+// and what was found.
 func (e *Error) Error() string {
 	s := fmt.Sprintf("load shard %s, offset %d: %v", e.Shard, e.Offset, e.Err)
+	if errors.Is(e.Err, ErrMismatch) {
+		s = fmt.Sprintf("load shard %s: %v", e.Shard, e.Err)
+	}
 	if e.Expected != "" || e.Got != "" {
 		s += fmt.Sprintf(": expected %s, got %s", e.Expected, e.Got)
 	}

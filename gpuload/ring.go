@@ -66,6 +66,9 @@ func (o Options) shaped(p Plan) (Options, error) {
 	return small, err
 }
 
+// MinBuffer is the least that Options.MaxBuffer can be, in bytes.
+const MinBuffer = 2 * pageSize
+
 // within makes the buffers no larger than limit in all.
 func (o Options) within(limit int64) (Options, error) {
 	for o.buffer() > limit {

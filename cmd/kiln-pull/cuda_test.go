@@ -134,7 +134,7 @@ func TestResidentDevices(t *testing.T) {
 	}
 	var stdout, stderr bytes.Buffer
 	err := run(t.Context(), []string{"resident", dir, "--device", "cuda:0,cuda:2"}, &stdout, &stderr)
-	if cli.Code(err) != cli.CodeDevice || !strings.Contains(err.Error(), "cuda:2: no CUDA device of this index") {
+	if cli.Code(err) != cli.CodeDevice || !strings.Contains(err.Error(), "no CUDA device of index 2") {
 		t.Errorf("%v", err)
 	}
 }

@@ -50,7 +50,7 @@ type residentFlags struct {
 	insecureOpen, direct        bool
 	verifyDevice                bool
 	drain                       time.Duration
-	maxBuffer                   int64
+	maxBuffer, maxPinned        cli.Size
 }
 
 func residentCommand() *cobra.Command {
@@ -82,8 +82,11 @@ func residentCommand() *cobra.Command {
 func (f *residentFlags) check(arg string) error {
 	pulls := arg != "" && !holding.IsDir(arg)
 	switch {
-	case f.maxBuffer < 0:
-		return cli.Usagef("--max-buffer or --max-pinned %d: want a number of bytes, or 0 for the default", f.maxBuffer)
+	case f.maxBuffer > 0 && f.maxPinned > 0:
+		return cli.Usagef("--max-buffer and --max-pinned are the same: want one of them")
+	case f.maxBuffer > 0 && f.maxBuffer < gpuload.MinBuffer, f.maxPinned > 0 && f.maxPinned < gpuload.MinBuffer:
+		return cli.Usagef("--max-buffer or --max-pinned %d: too few bytes, want %d or more, or 0 for the default",
+			max(f.maxBuffer, f.maxPinned), gpuload.MinBuffer)
 	case strings.HasPrefix(f.socket, "@"):
 		return cli.Usagef("--socket %s: want the path of a file; anybody can connect to an abstract socket", f.socket)
 	case f.drain < 0:
@@ -122,8 +125,8 @@ func (f *residentFlags) bind(cmd *cobra.Command) {
 	p.BoolVar(&f.PlainHTTP, "plain-http", false, "speak plain HTTP also to registries on other machines")
 	p.StringVar(&f.CAFile, "ca-file", "", "PEM certificates to trust besides those of the system")
 	p.BoolVar(&f.direct, "direct", false, "read the shards past the page cache")
-	p.Int64Var(&f.maxBuffer, "max-buffer", 0, "bytes of buffers while loading, at most (default 192 MiB)")
-	p.Int64Var(&f.maxBuffer, "max-pinned", 0, "the same: the buffers are all that is pinned for a GPU")
+	p.Var(&f.maxBuffer, "max-buffer", "bytes of buffers while loading, at most, as 64MiB; 0: 192MiB")
+	p.Var(&f.maxPinned, "max-pinned", "the same: the buffers are all that is pinned for a GPU")
 	p.BoolVar(&f.JSON, "json", false, "print JSON on stdout")
 	p.BoolVarP(&f.Quiet, "quiet", "q", false, "no progress on stderr")
 }
@@ -236,8 +239,9 @@ func (f *residentFlags) holding(ctx context.Context, arg string, want identity.A
 	stderr io.Writer,
 ) (h *holding.Holding, backend, name string, err error) {
 	o := holding.Options{
-		Dir: f.dir, Want: want, Cache: f.cache, Direct: f.direct, VerifyDevice: f.verifyDevice, MaxBuffer: f.maxBuffer,
-		Note: show.Note, Watch: show.Watch, Warn: func(line string) { cli.Warn(stderr, "%s", line) },
+		Dir: f.dir, Want: want, Cache: f.cache, Direct: f.direct, VerifyDevice: f.verifyDevice,
+		MaxBuffer: int64(max(f.maxBuffer, f.maxPinned)),
+		Note:      show.Note, Watch: show.Watch, Warn: func(line string) { cli.Warn(stderr, "%s", line) },
 	}
 	if holding.IsDir(arg) {
 		o.Dir = arg

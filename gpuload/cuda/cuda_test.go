@@ -261,7 +261,7 @@ func TestDevices(t *testing.T) {
 		t.Errorf("%+v after one byte was taken (%v)", ds, err)
 	}
 	for _, i := range []int{-1, 2} {
-		if _, err := Open(i); !errors.Is(err, ErrNone) || !strings.Contains(err.Error(), fmt.Sprint("cuda:", i)) {
+		if _, err := Open(i); !errors.Is(err, ErrNone) || !strings.Contains(err.Error(), fmt.Sprint("index ", i)) {
 			t.Errorf("cuda:%d: %v", i, err)
 		}
 	}

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"runtime"
 	"sync"
 
 	"github.com/ebitengine/purego"
@@ -120,8 +121,11 @@ func libraries(override string, raised bool) ([]string, error) {
 	return []string{override}, nil
 }
 
-// openLibrary opens the first of the names that it can, and fails with the error of the first.
+// openLibrary opens the first of the names that it can, and fails with the error of the first. The C library keeps the
+// reason for the thread that met it.
 func openLibrary(names []string) (lib uintptr, err error) {
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
 	var first error
 	for _, name := range names {
 		if lib, err = purego.Dlopen(name, purego.RTLD_NOW|purego.RTLD_LOCAL); err == nil {
@@ -130,6 +134,9 @@ func openLibrary(names []string) (lib uintptr, err error) {
 		if first == nil {
 			first = err
 		}
+	}
+	if first == nil || first.Error() == "" {
+		first = fmt.Errorf("%s can't be loaded", names[0])
 	}
 	return 0, fmt.Errorf("%w: %w", ErrNone, first)
 }

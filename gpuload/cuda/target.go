@@ -68,7 +68,7 @@ func OpenShared(kind string, indices ...int) (*Target, error) {
 	target := &Target{kind: kind, patience: patience}
 	for _, i := range indices {
 		if i < 0 || i >= len(ids) {
-			err = fmt.Errorf("cuda:%d: %w of this index, the driver finds %d", i, ErrNone, len(ids))
+			err = fmt.Errorf("%w of index %d, the driver finds %d", ErrNone, i, len(ids))
 		} else {
 			err = target.add(t, i, ids[i])
 		}

@@ -52,7 +52,7 @@ func Run(t *testing.T, s Subject) {
 			}
 		})
 	}
-	t.Logf("faults: %d, wrong weights published: %d", s.tally.faults, s.tally.published)
+	t.Logf("faults: %d, wrong weights published: %d (%s)", s.tally.faults, s.tally.published, t.Name())
 }
 
 // contract uses a target by hand.

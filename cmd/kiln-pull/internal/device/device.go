@@ -74,7 +74,7 @@ func (f *Flags) Choice() (Choice, error) {
 	case err != nil:
 		return c, err
 	case c.kind == hostmem.Backend && c.require:
-		return c, cli.Usagef("--require-gpu: --device host is none")
+		return c, cli.Usagef("--require-gpu asks for a GPU, --device host for none: want one of the two")
 	case c.placement == replicate && one:
 		return c, cli.Usagef("--placement replicate: --device %s is one device; want a list, or cuda for all", c.text)
 	}
@@ -139,7 +139,15 @@ func (c Choice) Open(ctx context.Context, warn func(string)) (t gpuload.Target, 
 	if errors.Is(err, errors.ErrUnsupported) {
 		return nil, "", "", cli.Hint(err, "--share "+cuda.KindIPC+" works where processes share the PID namespace")
 	}
-	return nil, "", "", cli.Hint(err, "--device host holds the weights in the memory of the host")
+	return nil, "", "", cli.Hint(err, hostHint(c.require))
+}
+
+// hostHint says how to hold the weights without a GPU.
+func hostHint(require bool) string {
+	if require {
+		return "--device host without --require-gpu holds the weights in the memory of the host"
+	}
+	return "--device host holds the weights in the memory of the host"
 }
 
 // name says which devices were opened, and what goes where if there are several.

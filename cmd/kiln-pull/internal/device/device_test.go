@@ -3,7 +3,11 @@
 package device
 
 import (
+	"bytes"
+	"context"
+	"path/filepath"
 	"strings"
+	"sync"
 	"testing"
 
 	"github.com/spf13/cobra"
@@ -87,9 +91,37 @@ func TestOpen(t *testing.T) {
 		t.Fatal(err)
 	}
 	_, _, _, err = c.Open(t.Context(), nil)
-	if cli.Code(err) != cli.CodeDevice || !strings.Contains(err.Error(), "cuda:2: no CUDA device of this index") ||
+	if cli.Code(err) != cli.CodeDevice || !strings.Contains(err.Error(), "cuda:2: no CUDA device of index 2") ||
 		fake.Get("CONTEXTS") != 0 {
 		t.Errorf("%v, %d contexts left", err, fake.Get("CONTEXTS"))
+	}
+}
+
+// TestNoDriver: the reason is there on whatever threads the driver is looked for, and the hint is one that can be
+// followed with the flags as they are.
+func TestNoDriver(t *testing.T) {
+	lib := filepath.Join(t.TempDir(), "none.so")
+	t.Setenv(cuda.EnvLibrary, lib)
+	for args, hint := range map[string]string{
+		"--device cuda": "hint: --device host holds",
+		"--require-gpu": "hint: --device host without --require-gpu holds",
+	} {
+		c, err := choose(t, args)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var wg sync.WaitGroup
+		for range 200 {
+			wg.Go(func() {
+				_, _, _, err := c.Open(context.Background(), nil)
+				var out bytes.Buffer
+				cli.Report(&out, err)
+				if !strings.Contains(out.String(), lib) || !strings.Contains(out.String(), hint) {
+					t.Errorf("%q: %q; want %q", args, out.String(), hint)
+				}
+			})
+		}
+		wg.Wait()
 	}
 }
 
@@ -106,7 +138,7 @@ func TestRefused(t *testing.T) {
 		"--device cuda:0,cuda:0":                    "cuda:0 is named twice",
 		"--placement x":                             "want spread or replicate",
 		"--share x":                                 "want cuda-ipc or vmm-fd",
-		"--device host --require-gpu":               "--device host is none",
+		"--device host --require-gpu":               "want one of the two",
 		"--device host --placement replicate":       "host is one device",
 		"--device cuda:3 --placement replicate":     "cuda:3 is one device",
 		"--require-gpu=false --placement replicate": "auto is one device",

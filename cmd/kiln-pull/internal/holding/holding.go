@@ -117,17 +117,29 @@ func (h *Holding) wanted(in *folder.Folder) (gpuload.Want, error) {
 	want := gpuload.Want{Aggregate: h.Want}
 	target, err := staging.Target(in.Dir)
 	if err != nil {
+		h.noRecord()
 		return want, nil // no record can be beside it
 	}
 	known, err := staging.Known(target)
-	if err != nil || known.Complete == nil {
+	if err != nil {
 		return want, err
+	}
+	if known.Complete == nil {
+		h.noRecord()
+		return want, nil
 	}
 	want.Aggregate = cmp.Or(want.Aggregate, known.Complete.Aggregate)
 	if m, ok := recorded(*known.Complete, in.Shards); ok {
 		want.Manifest = &m
 	}
 	return want, nil
+}
+
+// noRecord says that nothing tells what the shards of a folder must be.
+func (h *Holding) noRecord() {
+	if h.Want == (identity.Aggregate{}) {
+		h.Note("no record of a pull beside it: taken as it is; --expect AGGREGATE checks it")
+	}
 }
 
 // recorded returns the manifest of the shards as a record has them, false if it lacks one.
