@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"log/slog"
 	"net"
 	"os"
@@ -182,7 +183,9 @@ func (f *residentFlags) run(ctx context.Context, arg string, stdout, stderr io.W
 	log := slog.New(slog.NewTextHandler(stderr, &slog.HandlerOptions{Level: slog.LevelWarn}))
 	var gate *access.Gate
 	if f.tokens != "" {
-		if gate, err = access.Load(f.tokens, log); err != nil {
+		if gate, err = access.Load(f.tokens, log); errors.Is(err, fs.ErrNotExist) {
+			return cli.Exit(cli.CodeNotFound, err)
+		} else if err != nil {
 			return cli.Exit(cli.CodeBadInput, err)
 		}
 	}

@@ -241,6 +241,7 @@ func TestResidentRefused(t *testing.T) {
 		{[]string{dir, "--repo", "a/b"}, cli.CodeUsage, "--repo"},
 		{[]string{"--synthetic", "--dir", "foo"}, cli.CodeUsage, "--dir"},
 		{[]string{dir, "--token-file", filepath.Join(dir, "config.json")}, cli.CodeBadInput, "token file"},
+		{[]string{dir, "--token-file", filepath.Join(empty, "none")}, cli.CodeNotFound, "none"},
 		{[]string{empty}, cli.CodeBadInput, "no_shards"},
 		{[]string{filepath.Join(empty, "none")}, cli.CodeNotFound, "none"},
 		{[]string{"nothing"}, cli.CodeUsage, "nothing"},
