@@ -101,13 +101,18 @@ func opened(at *attach.Attachment) (all []block, err error) {
 func (f *flags) prove(ctx context.Context, at *attach.Attachment, blocks []block) (int64, error) {
 	ctx, stop := context.WithCancelCause(ctx)
 	defer stop(nil)
+	told := make([][]gpuload.Tensor, len(at.Document.Shards)) // of each shard
+	for _, t := range at.Document.Tensors {
+		told[t.Shard] = append(told[t.Shard], t)
+	}
 	var next, total atomic.Int64
 	var work sync.WaitGroup
 	for range min(runtime.GOMAXPROCS(0), len(blocks)) {
 		work.Go(func() {
 			for i := next.Add(1) - 1; i < int64(len(blocks)) && ctx.Err() == nil; i = next.Add(1) - 1 {
-				s := at.Document.Shards[blocks[i].shard]
-				if err := f.proveBlock(ctx, at.Document, blocks[i]); err != nil {
+				b := blocks[i]
+				s := at.Document.Shards[b.shard]
+				if err := f.proveBlock(ctx, at.Document.Aggregate, s, told[b.shard], b); err != nil {
 					stop(fmt.Errorf("shard %s: %w", s.Name, err))
 				}
 				total.Add(s.Size)
@@ -118,11 +123,12 @@ func (f *flags) prove(ctx context.Context, at *attach.Attachment, blocks []block
 	return total.Load(), context.Cause(ctx)
 }
 
-func (f *flags) proveBlock(ctx context.Context, d attach.Document, b block) error {
-	s := d.Shards[b.shard]
-	head, err := f.client().Header(ctx, d.Aggregate, s.Digest)
+func (f *flags) proveBlock(
+	ctx context.Context, a identity.Aggregate, s attach.Shard, told []gpuload.Tensor, b block,
+) error {
+	head, err := f.client().Header(ctx, a, s.Digest)
 	if err == nil {
-		err = tensors(d, b.shard, head)
+		err = tensors(s, told, head)
 	}
 	if err == nil {
 		err = hash(ctx, s, head, b)
@@ -131,8 +137,7 @@ func (f *flags) proveBlock(ctx context.Context, d attach.Document, b block) erro
 }
 
 // tensors compares what the document says of a shard with what its header says.
-func tensors(d attach.Document, shard int, head []byte) error {
-	s := d.Shards[shard]
+func tensors(s attach.Shard, told []gpuload.Tensor, head []byte) error {
 	if int64(len(head)) != s.Size-s.Data {
 		return cli.Exit(cli.CodeNo, fmt.Errorf("the header has %d bytes, want %d", len(head), s.Size-s.Data))
 	}
@@ -140,7 +145,6 @@ func tensors(d attach.Document, shard int, head []byte) error {
 	if err != nil {
 		return cli.Exit(cli.CodeNo, err)
 	}
-	told := slices.DeleteFunc(slices.Clone(d.Tensors), func(t gpuload.Tensor) bool { return t.Shard != shard })
 	same := func(t safetensors.Tensor, o gpuload.Tensor) bool {
 		return t.Name == o.Name && string(t.DType) == o.DType && slices.Equal(t.Shape, o.Shape) && t.Begin == o.Offset &&
 			t.End-t.Begin == o.NBytes
