@@ -25,8 +25,9 @@ func (s *Set) Load(ctx context.Context, name string) (a Adapter, before bool, er
 	if err != nil {
 		return a, false, err
 	}
-	if x := s.join(n.digest()); x != nil {
-		return s.wait(ctx, x)
+	if x, loaded := s.join(n.digest()); x != nil {
+		a, err = s.wait(ctx, x)
+		return a, loaded, err
 	}
 	finding, end := s.until(ctx)
 	f, err := s.resolve(finding, n)
@@ -34,11 +35,12 @@ func (s *Set) Load(ctx context.Context, name string) (a Adapter, before bool, er
 	if err != nil {
 		return a, false, s.failed(fmt.Errorf("load adapter %.300s: %w", name, err))
 	}
-	x, err := s.start(f)
+	x, loaded, err := s.start(f)
 	if err != nil {
 		return a, false, errors.Join(fmt.Errorf("load adapter %.300s: %w", name, err), f.close())
 	}
-	return s.wait(ctx, x)
+	a, err = s.wait(ctx, x)
+	return a, loaded, err
 }
 
 // until is a context that ends with ctx or with the set.
@@ -61,63 +63,58 @@ func (s *Set) failed(err error) error {
 
 // join returns the slot of an adapter that is loaded or on its way, and counts the caller among those who wait. Nil:
 // there is none.
-func (s *Set) join(d identity.Digest) *slot {
+func (s *Set) join(d identity.Digest) (x *slot, loaded bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	x := s.slots[d]
+	x = s.slots[d]
 	if s.closed || x == nil {
-		return nil
+		return nil, false
 	}
 	x.waiting++
 	if x.weights != nil {
 		s.touch(x)
 	}
-	return x
+	return x, x.weights != nil
 }
 
 // start begins the load of what was found, unless it runs or is done. It takes f over when it returns no error.
-func (s *Set) start(f *found) (*slot, error) {
+func (s *Set) start(f *found) (x *slot, loaded bool, err error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.closed {
-		return nil, ErrClosed
+		return nil, false, ErrClosed
 	}
 	if x := s.slots[f.Digest]; x != nil {
 		x.waiting++
-		return x, f.close()
+		return x, x.weights != nil, f.close()
 	}
 	ctx, cancel := context.WithCancelCause(s.ctx)
-	x := &slot{Adapter: f.Adapter, done: make(chan struct{}), waiting: 1, cancel: cancel}
+	x = &slot{Adapter: f.Adapter, done: make(chan struct{}), waiting: 1, cancel: cancel}
 	s.slots[f.Digest] = x
 	s.running++
 	go s.run(ctx, x, f)
-	return x, nil
+	return x, false, nil
 }
 
 // wait returns when the load has ended or ctx has.
-func (s *Set) wait(ctx context.Context, x *slot) (a Adapter, before bool, err error) {
+func (s *Set) wait(ctx context.Context, x *slot) (a Adapter, err error) {
 	select {
 	case <-x.done:
-		before = true
-	default:
-		select {
-		case <-x.done:
-		case <-ctx.Done():
-		}
+	case <-ctx.Done():
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	x.waiting--
 	select {
 	case <-x.done:
-		return x.Adapter, before, x.err
+		return x.Adapter, x.err
 	default:
 	}
 	if x.waiting == 0 {
 		x.cancel(errAlone)
 		s.forget(x)
 	}
-	return a, false, fmt.Errorf("load adapter %s: %w", x.Digest, context.Cause(ctx))
+	return a, fmt.Errorf("load adapter %s: %w", x.Digest, context.Cause(ctx))
 }
 
 // forget takes a slot that is not loaded out of the way of the next load. The caller holds mu.
