@@ -32,6 +32,9 @@ func attached(ctx context.Context, socket, aggregate string) (r Result, err erro
 	}
 	r.Wall = time.Since(began).Seconds()
 	after, err := seconds()
+	if err != nil {
+		return r, errors.Join(err, a.Close())
+	}
 	r.CPU = after - before
 	sum := byte(0)
 	for _, block := range a.Blocks {
