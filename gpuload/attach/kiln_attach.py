@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import array
 import base64
-import binascii
 import ctypes
 import fcntl
 import hashlib
@@ -32,6 +31,7 @@ import os
 import re
 import select
 import socket
+import stat
 import struct
 import sys
 import threading
@@ -78,6 +78,14 @@ class Refused(AttachError):
 
 class Untrusted(AttachError):
     """What the holder sent is not what it should be: nothing of it was used."""
+
+
+class OtherUser(Untrusted):
+    """The holder is a process of another user, or its folder could be."""
+
+
+class Unreachable(AttachError):
+    """The holder closed the connection, or did not answer."""
 
 
 class Damaged(AttachError):
@@ -245,18 +253,29 @@ def _check_tensor(t: dict[str, Any], shards: list[dict[str, Any]]) -> None:
 
 
 def socket_path(aggregate: str) -> str:
-    """Where a holder listens unless it was told otherwise."""
+    """Where a holder listens unless it was told otherwise. A relative folder in the environment counts as none."""
     folder = os.environ.get("RUNTIME_DIRECTORY", "").split(":")[0]
-    if not folder and os.environ.get("XDG_RUNTIME_DIR"):
-        folder = os.path.join(os.environ["XDG_RUNTIME_DIR"], "kiln")
-    return os.path.join(folder or f"/tmp/kiln-{os.getuid()}", aggregate[len("sha256:") :] + ".sock")
+    if not os.path.isabs(folder):
+        runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+        folder = os.path.join(runtime, "kiln") if os.path.isabs(runtime) else f"/tmp/kiln-{os.getuid()}"
+    return os.path.join(folder, aggregate[len("sha256:") :] + ".sock")
+
+
+def _check_folder(path: str, users: set[int]) -> None:
+    """Refuses a folder in which others than these users could put a socket."""
+    try:
+        st = os.lstat(path)
+    except FileNotFoundError:
+        raise NoHolder(f"no resident weights in {path}: it is not there") from None
+    if not stat.S_ISDIR(st.st_mode) or st.st_uid not in users or st.st_mode & 0o077:
+        raise OtherUser(f"{path} is not a folder of user ID {', '.join(map(str, sorted(users)))} alone")
 
 
 class _Connection:
     """A connection to the holder. It is closed when nobody refers to it any more."""
 
-    def __init__(self, path: str, timeout: float) -> None:
-        self.path, self.deadline = path, time.monotonic() + timeout
+    def __init__(self, path: str, timeout: float, users: set[int]) -> None:
+        self.path, self.users, self.deadline = path, users, time.monotonic() + timeout
         self.rest, self.files = bytearray(), []  # what was read and not yet used
         self.socket = socket.socket(socket.AF_UNIX)
         try:
@@ -267,8 +286,8 @@ class _Connection:
         except OSError as e:
             raise AttachError(f"{path}: {e}") from None
         _, uid, _ = struct.unpack("3i", self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        if os.geteuid() not in (0, uid) and uid != 0:
-            raise Untrusted(f"{path} belongs to user ID {uid}")
+        if uid not in users:
+            raise OtherUser(f"{path} is held by user ID {uid}; holder_uid trusts it")
 
     def close(self) -> None:
         self.socket.close()
@@ -294,7 +313,7 @@ class _Connection:
             )
         except OSError as e:
             late = isinstance(e, socket.timeout)
-            raise AttachError(f"{self.path}: {'the holder did not answer in time' if late else e}") from None
+            raise Unreachable(f"{self.path}: {'the holder did not answer in time' if late else e}") from None
         for level, kind, content in control:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 files = array.array("i")
@@ -312,7 +331,7 @@ class _Connection:
             if seen > most:
                 raise Untrusted(f"{self.path}: the holder sent more than {most} bytes for one answer")
             if not self.fill():
-                raise AttachError(f"{self.path}: the holder closed the connection")
+                raise Unreachable(f"{self.path}: the holder closed the connection")
         if at > most:
             raise Untrusted(f"{self.path}: the holder sent more than {most} bytes for one answer")
         text = bytes(self.rest[:at])
@@ -330,7 +349,11 @@ class _Connection:
         if upgrade and found[1] == b"101":
             return b""
         length = [f.split(b":", 1)[1] for f in fields if f.lower().startswith(b"content-length:")]
-        want = int(length[0]) if length and length[0].strip().isdigit() else None
+        want = None
+        if length:
+            if not re.fullmatch(rb"[0-9]{1,15}", length[0].strip()):
+                raise Untrusted(f"{self.path}: the holder does not say how long its answer is")
+            want = int(length[0])
         while (want is None or len(self.rest) < want) and len(self.rest) <= most and self.fill():
             pass
         body = bytes(self.rest[: most if want is None else want])
@@ -574,19 +597,24 @@ def attach(
     adapter: str | None = None,
     device: str | None = None,
     writable: bool = False,
+    holder_uid: int | None = None,
     timeout: float = 30.0,
 ) -> Attachment:
     """Attaches to the base with this aggregate, or to an adapter on it by the digest of its manifest.
 
     socket is the path of the holder's, by default that of the aggregate. device is the UUID of the one to use where a
-    shard is on several. writable makes a write to host memory copy the page for this process. timeout is in seconds,
-    for the attempt. Every AttachError leaves nothing behind.
+    shard is on several. writable makes a write to host memory copy the page for this process. The holder must be of
+    this process's user, or root; holder_uid trusts another user too. timeout is in seconds, for the attempt. Every
+    AttachError leaves nothing behind.
     """
     for digest in (aggregate, adapter or aggregate):
         if not DIGEST.fullmatch(digest):
             raise AttachError(f"{digest[:80]!r} is no digest: want sha256: and 64 hexadecimal digits")
-    lease = _Connection(socket or socket_path(aggregate), timeout)
-    held = None
+    users = {os.geteuid(), 0} | ({holder_uid} if holder_uid is not None else set())
+    path = socket or socket_path(aggregate)
+    if not socket:
+        _check_folder(os.path.dirname(path), users)
+    lease, held = _Connection(path, timeout, users), None
     try:
         lease.ask(f"/v1/resident/{aggregate}" + (f"/adapters/{adapter}" if adapter else ""), upgrade=True)
         held = Attachment(parse(lease.until(b"\n", MAX_DOCUMENT), aggregate, adapter), lease)
@@ -675,10 +703,11 @@ class Attachment:
         It sets draining, damaged, ended and generation. Other kinds of events may come with later versions.
         """
         with self._lock:
-            lease, until = self._lease, time.monotonic() + timeout
-            while lease and not self.ended and not (lines := self._lines(lease)) and not self._noted:
-                left = max(0.0, until - time.monotonic())
-                if not select.select([lease.socket], [], [], left)[0]:
+            lease, until, ready = self._lease, time.monotonic() + timeout, select.poll()
+            if lease:
+                ready.register(lease.socket, select.POLLIN)
+            while lease and not self.ended and not self._lines(lease):
+                if not ready.poll(max(0.0, 1000 * (until - time.monotonic()))):
                     break
                 lease.deadline = time.monotonic() + 30
                 try:
@@ -689,9 +718,11 @@ class Attachment:
             return noted
 
     def _lines(self, lease: _Connection) -> bool:
-        while (at := lease.rest.find(b"\n")) >= 0:
+        while (at := lease.rest.find(b"\n", 0, MAX_LINE)) >= 0:
             self._note(_line(bytes(lease.rest[:at])))
             del lease.rest[: at + 1]
+        if len(lease.rest) >= MAX_LINE:
+            raise Untrusted(f"{lease.path}: the holder sent a line of more than {MAX_LINE} bytes")
         return bool(self._noted)
 
     def _note(self, event: dict[str, Any]) -> None:
@@ -705,19 +736,29 @@ class Attachment:
     def check(self) -> int:
         """Hashes every shard again: the number of bytes. Damaged if one is not what its digest says.
 
-        An adapter's headers are not kept by the holder: for one it is Refused.
+        Where the tensors are is compared with the headers, which are hashed too.
         """
         memory, total = self._open_memory(), 0
-        for s, m in zip(self.document["shards"], memory):
+        for i, (s, m) in enumerate(zip(self.document["shards"], memory)):
             path = f"/v1/resident/{self.document['aggregate_sha256']}/shards/{s['sha256']}/header"
-            header = _Connection(self._lease.path, 30.0).ask(path, most=MAX_HEADER)
+            header = _Connection(self._lease.path, 30.0, self._lease.users).ask(path, most=MAX_HEADER)
             h = hashlib.sha256(header)
             for at in range(0, s["data_nbytes"], CHUNK):
                 h.update(m.read(at, min(CHUNK, s["data_nbytes"] - at)))
             if "sha256:" + h.hexdigest() != s["sha256"] or len(header) + s["data_nbytes"] != s["size_bytes"]:
                 raise Damaged(f"shard {s['name']!r} is not what its digest says: {s['sha256']}")
+            if _told(header) != self._told_of(i):
+                raise Damaged(f"shard {s['name']!r} has tensors elsewhere than its header says")
             total += s["size_bytes"]
         return total
+
+    def _told_of(self, shard: int) -> dict[str, Any]:
+        """What the document tells of the tensors of a shard, as a header would."""
+        return {
+            t["name"]: (t["dtype"], t["shape"], [t["offset"], t["offset"] + t["nbytes"]])
+            for t in self.document["tensors"]
+            if t["shard"] == shard
+        }
 
     def _open_memory(self) -> list[Any]:
         if self._lease is None:
@@ -734,6 +775,24 @@ class Attachment:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _told(header: bytes) -> dict[str, Any]:
+    """The tensors of a safetensors header, of which the digest was found right."""
+    try:
+        tensors = json.loads(header[8:])
+        tensors.pop("__metadata__", None)
+        return {name: (t["dtype"], t["shape"], t["data_offsets"]) for name, t in tensors.items()}
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        raise Damaged("a header is not one of safetensors") from None
+
+
+# Exit codes of the command, which are those of kiln-pull: by the code of a refusal, then by the kind of error.
+REFUSALS = {
+    "RESIDENT_DAMAGED": 1, "RESIDENT_OTHER_BASE": 1, "ADAPTER_OTHER_BASE": 1, "RESIDENT_OTHER_USER": 3,
+    "ADAPTER_UNKNOWN": 4, "RESIDENT_FAILED": 6, "RESIDENT_NO_MEMORY": 8, "RESIDENT_DRAINING": 75, "RESIDENT_BUSY": 75,
+}  # fmt: skip
+FAILURES = ((Damaged, 1), (OtherUser, 3), (NoHolder, 4), (Unreachable, 6), (DeviceError, 8), (AttachError, 2))
 
 
 def _view(torch: Any, t: dict[str, Any], flat: torch.Tensor | None, copy: bool, align: int) -> torch.Tensor:
@@ -757,23 +816,28 @@ def _view(torch: Any, t: dict[str, Any], flat: torch.Tensor | None, copy: bool, 
 def main(arguments: list[str] | None = None) -> int:
     p = argparse.ArgumentParser(
         description="Attach to resident weights and list the tensors.",
-        epilog="Exit codes: 0 done, 1 the bytes are others, 2 usage, or it failed, 4 nobody holds that.",
+        epilog="Exit codes: 0 done, 1 other bytes or another base, 2 usage, or it could not be told, 3 not allowed, "
+        "4 nobody holds that, 6 the holder failed, 8 the device failed, 75 it is busy or about to end.",
     )
     p.add_argument("aggregate", help="of the base: sha256:…")
     p.add_argument("--socket", help="path of the holder's socket (default: named by the aggregate)")
     p.add_argument("--adapter", metavar="DIGEST", help="an adapter on the base, by the digest of its manifest")
+    p.add_argument("--holder-uid", type=int, metavar="UID", help="trust a holder of this user too")
     p.add_argument("--check", action="store_true", help="hash every byte again instead")
     a = p.parse_args(arguments)
     try:
-        with attach(a.aggregate, a.socket, adapter=a.adapter) as held:
+        with attach(a.aggregate, a.socket, adapter=a.adapter, holder_uid=a.holder_uid) as held:
             if a.check:
                 print(f"ok: {held.check()} bytes of {len(held.document['shards'])} shards are {a.aggregate}")
                 return 0
             for t in held.document["tensors"]:
                 print(t["name"], t["dtype"], "x".join(map(str, t["shape"])) or "scalar", t["nbytes"], sep="\t")
-    except (AttachError, binascii.Error) as e:
+            sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except AttachError as e:
         print(f"error: {e}", file=sys.stderr)
-        return 1 if isinstance(e, Damaged) else 4 if isinstance(e, NoHolder) else 2
+        return REFUSALS.get(getattr(e, "code", ""), next(code for kind, code in FAILURES if isinstance(e, kind)))
     return 0
 
 

@@ -83,7 +83,7 @@ class Resident:
         self.process.communicate(timeout=60)
 
     def leases(self) -> int:
-        return json.loads(kiln_attach._Connection(self.socket, 30).ask("/v1/resident"))["leases"]
+        return json.loads(kiln_attach._Connection(self.socket, 30, {os.geteuid()}).ask("/v1/resident"))["leases"]
 
     def until(self, leases: int) -> None:
         """Asks until there are so many leases, which ends with the test's own limit."""
@@ -98,9 +98,15 @@ def memfd(data: bytes, seals: int = SEALS) -> int:
     return fd
 
 
+def header(i: int, data: bytes) -> bytes:
+    """The header of shard i, which has one tensor."""
+    text = json.dumps({f"t{i}": {"dtype": "U8", "shape": [len(data)], "data_offsets": [0, len(data)]}}).encode()
+    return struct.pack("<Q", len(text)) + text
+
+
 def document(shards: list[bytes], headers: list[bytes] | None = None, **members: Any) -> dict[str, Any]:
     """A document of host memory, with one tensor in each shard; the first is empty if its bytes are."""
-    headers = headers or [b"\x08".ljust(16, b"\0")] * len(shards)
+    headers = headers or [header(i, data) for i, data in enumerate(shards)]
     list_, tensors, descriptor = [], [], 0
     for i, data in enumerate(shards):
         ipc = {"kind": "memfd", "descriptor": descriptor, "offset": 0} if data else None

@@ -91,7 +91,7 @@ class Device(unittest.TestCase):
             ):
                 command = [sys.executable, kiln_attach.__file__, r.aggregate, "--check"]
                 p = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
-                self.assertEqual(p.returncode, 2)
+                self.assertEqual(p.returncode, 8)
                 self.assertRegex(p.stderr, f"error: .*{says}\n")
             r.until(leases=0)
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import re
+import resource
 import socket
 import tempfile
 import unittest
 from typing import Any, Callable
+from unittest import mock
 
 import kiln_attach
-from holders import SEALS, UPGRADE, Holder, document, line, memfd, request, scratch, send_files, serving
+from holders import SEALS, UPGRADE, Holder, document, header, line, memfd, request, scratch, send_files, serving
 
 DATA = [b"a" * 64, b"b" * 32, b""]
 OTHER = "sha256:" + "0" * 64
@@ -57,7 +61,7 @@ MEMBERS = [  # what is changed, and what the refusal says
     ("shards.0.sha256", OTHER, "another aggregate"),
     ("shards.0.size_bytes", 81, "another aggregate"),
     ("shards.0.size_bytes", 71, "64 bytes of data in 71"),
-    ("shards.0.data_nbytes", 2**52, "bytes of data in 80"),
+    ("shards.0.data_nbytes", 2**52, "bytes of data in 1"),
     ("shards.0.ipc", None, "and a handle: False"),
     ("shards.2.ipc", {"kind": "memfd", "descriptor": 2, "offset": 0}, "and a handle: True"),
     ("shards.0.ipc.kind", "posix", "kind 'posix'"),
@@ -237,27 +241,73 @@ class Lies(unittest.TestCase):
         wrong = [memfd(b"A" + DATA[0][1:]), self.files[1]]
         self.addCleanup(os.close, wrong[0])
 
-        def header(c: socket.socket) -> None:
-            self.assertRegex(request(c), rb"^GET /v1/resident/sha256:[0-9a-f]{64}/shards/sha256:[0-9a-f]{64}/header ")
-            c.sendall(b"HTTP/1.0 200 OK\r\n\r\n" + b"\x08".ljust(16, b"\0"))
+        def headers(c: socket.socket) -> None:
+            found = re.match(rb"GET /v1/resident/sha256:[0-9a-f]{64}/shards/(sha256:[0-9a-f]{64})/header ", request(c))
+            i = [s["sha256"].encode() for s in self.document["shards"]].index(found[1])
+            c.sendall(b"HTTP/1.0 200 OK\r\n\r\n" + header(i, DATA[i]))
 
-        for files, says in ((self.files, None), (wrong, "'0.safetensors' is not what its digest says")):
+        moved = copy.deepcopy(self.document)
+        moved["tensors"][0]["dtype"] = "I8"
+        for document, files, says in (
+            (self.document, self.files, None),
+            (self.document, wrong, "'0.safetensors' is not what its digest says"),
+            (moved, self.files, "'0.safetensors' has tensors elsewhere than its header says"),
+        ):
             lease: list[socket.socket] = []
 
             def serve(c: socket.socket) -> None:
                 request(c)
-                c.sendall(UPGRADE + json.dumps(self.document).encode() + b"\n")
+                c.sendall(UPGRADE + json.dumps(document).encode() + b"\n")
                 send_files(c, json.dumps(line(c)).encode() + b"\n", files)
                 lease.append(c.dup())  # goes on while the headers are asked for
 
-            with Holder(self.path, serve, *[header] * 3) as holder:
+            with Holder(self.path, serve, *[headers] * 3) as holder:
                 held = kiln_attach.attach(self.document["aggregate_sha256"], holder.path)
                 if says:
                     with self.assertRaisesRegex(kiln_attach.Damaged, says):
                         held.check()
                 else:
-                    self.assertEqual(held.check(), sum(map(len, DATA)) + 48)
+                    self.assertEqual(held.check(), sum(s["size_bytes"] for s in document["shards"]))
             lease[0].close()
+
+    def test_other_user(self) -> None:
+        """A holder of another user is not believed, also by root; nor is a folder where others could put a socket."""
+        os.chmod(self.path.parent, 0o777)
+        os.seteuid(65534)
+        try:
+            holder = Holder(self.path, *[serving(self.document, self.files)] * 2)
+        finally:
+            os.seteuid(0)
+        with holder:
+            with self.assertRaisesRegex(kiln_attach.OtherUser, "held by user ID 65534"):
+                kiln_attach.attach(self.document["aggregate_sha256"], holder.path)
+            kiln_attach.attach(self.document["aggregate_sha256"], holder.path, holder_uid=65534).close()
+        with mock.patch.dict(os.environ, {"XDG_RUNTIME_DIR": str(self.path.parent), "RUNTIME_DIRECTORY": "relative"}):
+            (self.path.parent / "kiln").mkdir(mode=0o755)
+            with self.assertRaisesRegex(kiln_attach.OtherUser, "is not a folder of user ID 0 alone"):
+                kiln_attach.attach(self.document["aggregate_sha256"])
+
+    def test_many_descriptors(self) -> None:
+        """Events come also where more than 1024 descriptors are open."""
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+        self.addCleanup(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        null = os.open(os.devnull, os.O_RDONLY)
+        for fd in [null] + [os.dup(null) for _ in range(1100)]:
+            self.addCleanup(os.close, fd)
+        event = b'{"event":"draining","grace_seconds":1}\n'
+
+        def serve(c: socket.socket) -> None:
+            request(c)
+            c.sendall(UPGRADE + json.dumps(self.document).encode() + b"\n")
+            send_files(c, json.dumps(line(c)).encode() + b"\n", self.files)
+            c.sendall(event)
+
+        with Holder(self.path, serve) as holder:
+            with kiln_attach.attach(self.document["aggregate_sha256"], holder.path) as held:
+                self.assertGreater(held._lease.socket.fileno(), 1024)
+                self.assertEqual(held.events(10), [json.loads(event)])
+                self.assertTrue(held.draining)
 
 
 if __name__ == "__main__":
