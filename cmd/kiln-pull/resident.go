@@ -20,10 +20,12 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/kiln-registry/kiln-registry/api/client"
+	"github.com/kiln-registry/kiln-registry/cmd/kiln-pull/internal/adapting"
 	"github.com/kiln-registry/kiln-registry/cmd/kiln-pull/internal/caching"
 	"github.com/kiln-registry/kiln-registry/cmd/kiln-pull/internal/device"
 	"github.com/kiln-registry/kiln-registry/cmd/kiln-pull/internal/holding"
 	"github.com/kiln-registry/kiln-registry/gpuload"
+	"github.com/kiln-registry/kiln-registry/gpuload/adapters"
 	"github.com/kiln-registry/kiln-registry/gpuload/attach"
 	"github.com/kiln-registry/kiln-registry/gpuload/cuda"
 	"github.com/kiln-registry/kiln-registry/gpuload/resident"
@@ -45,6 +47,7 @@ type residentFlags struct {
 	registry, repo, dir, expect string
 	listen, tokens              string
 	on                          device.Flags
+	adapters                    adapting.Flags
 	cache                       string // a folder, for what is pulled; empty: none
 	socket                      string // where others attach; empty: named by the aggregate; socketOff: nowhere
 	synthetic, debug            bool
@@ -90,6 +93,8 @@ func (f *residentFlags) check(arg string) error {
 			max(f.maxBuffer, f.maxPinned), gpuload.MinBuffer)
 	case strings.HasPrefix(f.socket, "@"):
 		return cli.Usagef("--socket %s: want the path of a file; anybody can connect to an abstract socket", f.socket)
+	case f.synthetic && f.adapters.Any():
+		return cli.Usagef("--adapter goes onto weights, and --synthetic holds none")
 	case f.drain < 0:
 		return cli.Usagef("--drain-timeout %s: want 0s or more", f.drain)
 	case f.dir != "" && !pulls:
@@ -109,6 +114,7 @@ func (f *residentFlags) bind(cmd *cobra.Command) {
 	p.StringVar(&f.socket, "socket", "",
 		"unix socket on which others attach, or off (default: named by the aggregate, in "+attach.Folder()+")")
 	f.on.Bind(cmd)
+	f.adapters.Bind(cmd)
 	p.BoolVar(&f.verifyDevice, "verify-device", false, "read every byte back before it is published, and hash it again")
 	p.BoolVar(&f.synthetic, "synthetic", false, "hold no weights; /health says so")
 	p.BoolVar(&f.debug, "debug-model-state", false, "answer "+resident.PathModelState+" (also: KILN_DEBUG_ENDPOINTS=1)")
@@ -134,7 +140,7 @@ func (f *residentFlags) bind(cmd *cobra.Command) {
 
 // explainLoad gives the errors of a load their exit codes and hints.
 func explainLoad(err error) error {
-	err = explainPlace(err)
+	err = adapting.Explain(explainPlace(err))
 	var listens *net.OpError
 	switch {
 	case errors.Is(err, holding.ErrSent):
@@ -213,7 +219,7 @@ func (f *residentFlags) run(ctx context.Context, arg string, stdout, stderr io.W
 		if err != nil {
 			return errors.Join(err, l.Close())
 		}
-		load = h.Load
+		load = f.onto(h.Load, s.Backend, show)
 		show.Note("device: " + name)
 	}
 	err = s.Run(ctx, l, load, func(held resident.Held) error {
@@ -221,6 +227,19 @@ func (f *residentFlags) run(ctx context.Context, arg string, stdout, stderr io.W
 		return f.announce(stdout, stderr, "http://"+l.Addr().String(), s, held)
 	})
 	return errors.Join(err, h.Close())
+}
+
+// onto has load bring the adapters too, to where the base is.
+func (f *residentFlags) onto(load func(context.Context) (resident.Held, error), backend string, show *progress.Show,
+) func(context.Context) (resident.Held, error) {
+	on, err := f.on.Choice()
+	if err != nil {
+		return func(context.Context) (held resident.Held, _ error) { return held, err }
+	}
+	return f.adapters.Onto(load, adapters.Options{
+		Target: on.Same(backend), Dial: dial(&f.Flags, show), Registry: f.registry,
+		Load: gpuload.Options{MaxBuffer: int64(max(f.maxBuffer, f.maxPinned)), VerifyDevice: f.verifyDevice},
+	}, show.Note)
 }
 
 // badListen says what can be done about an address that can't be listened on.

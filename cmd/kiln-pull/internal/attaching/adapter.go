@@ -18,8 +18,7 @@ import (
 	"github.com/kiln-registry/kiln-registry/transfer"
 )
 
-// AdapterCommand returns the adapter command.
-func AdapterCommand() *cobra.Command {
+func adapterCommands() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "adapter COMMAND", Short: "Load and unload adapters on a model that kiln-pull resident holds",
 		DisableFlagsInUseLine: true,

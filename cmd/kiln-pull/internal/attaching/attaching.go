@@ -22,7 +22,7 @@ import (
 
 // Commands returns the commands.
 func Commands() []*cobra.Command {
-	return []*cobra.Command{attachCommand(), auditCommand(), releaseCommand()}
+	return []*cobra.Command{attachCommand(), auditCommand(), releaseCommand(), adapterCommands()}
 }
 
 // flags are those of every command here.
