@@ -127,6 +127,10 @@ printf '\n$ python3 gpuload/attach/kiln_attach.py %s --socket %s --check\n' "$ag
 python3 "$root/gpuload/attach/kiln_attach.py" "$aggregate" --socket "$socket" --check
 no kiln-pull attach "$(kiln-push identify --quiet other | head -n 1)" --socket "$socket" --check
 
+step "load an adapter of that base beside it"
+run kiln-pull adapter load "$aggregate" "$KILN_REGISTRY/demo/sql:v1" --socket "$socket"
+run kiln-pull adapter list "$aggregate" --socket "$socket"
+
 if [ -n "${KEEP:-}" ]; then
   step "still up; Ctrl-C stops and removes everything"
   echo "registry   http://$KILN_REGISTRY/v1/bases"
