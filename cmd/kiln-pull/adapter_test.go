@@ -67,6 +67,7 @@ func TestAdapterProcesses(t *testing.T) {
 		if !matched {
 			t.Errorf("adapter %s has other bytes than its folder", x.Digest)
 		}
+		h.ends(t, nil, 0, "intact", "attach", a, "--adapter", x.Digest.String(), "--check")
 		h.ends(t, nil, cli.CodeTryAgain, attach.CodeAdapterInUse, "adapter", "unload", a, x.Digest.String())
 		if err := held.Close(); err != nil {
 			t.Error(err)
@@ -76,6 +77,7 @@ func TestAdapterProcesses(t *testing.T) {
 		h.ends(t, nil, cli.CodeNotFound, attach.CodeAdapterUnknown, "adapter", "unload", a, x.Digest.String())
 	}
 	h.ends(t, nil, 0, "intact", "attach", a, "--check")
+	h.ends(t, nil, cli.CodeUsage, "--adapter", "attach", a, "--adapter", "first")
 }
 
 // TestAdapterRefused: an adapter that can't be loaded keeps the holder from becoming ready.

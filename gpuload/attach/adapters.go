@@ -40,6 +40,11 @@ func (c Client) Unload(ctx context.Context, a identity.Aggregate, d identity.Dig
 	return c.Of(a).Do(ctx, http.MethodDelete, PathAdapter(a, d), nil, nil)
 }
 
+// AdapterHeader is Header for a shard of an adapter, which d is the digest of the manifest of.
+func (c Client) AdapterHeader(ctx context.Context, a identity.Aggregate, d, shard identity.Digest) ([]byte, error) {
+	return c.Of(a).ask(ctx, http.MethodGet, PathAdapterHeader(a, d, shard), nil, MaxHeader)
+}
+
 // AdapterFile returns a document of an adapter that is loaded, such as adapter_config.json. The holder has checked its
 // digest.
 func (c Client) AdapterFile(ctx context.Context, a identity.Aggregate, d identity.Digest, name string) ([]byte, error) {

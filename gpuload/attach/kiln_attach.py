@@ -616,8 +616,9 @@ def attach(
         _check_folder(os.path.dirname(path), users)
     lease, held = _Connection(path, timeout, users), None
     try:
-        lease.ask(f"/v1/resident/{aggregate}" + (f"/adapters/{adapter}" if adapter else ""), upgrade=True)
-        held = Attachment(parse(lease.until(b"\n", MAX_DOCUMENT), aggregate, adapter), lease)
+        what = f"/v1/resident/{aggregate}" + (f"/adapters/{adapter}" if adapter else "")
+        lease.ask(what, upgrade=True)
+        held = Attachment(parse(lease.until(b"\n", MAX_DOCUMENT), aggregate, adapter), lease, what)
         held._open(device, writable)
     except BaseException:  # its traceback refers to the lease
         if held:
@@ -630,8 +631,8 @@ def attach(
 class Attachment:
     """A base or an adapter in the memory of its holder. Made by attach. Safe for use by several threads."""
 
-    def __init__(self, document: dict[str, Any], lease: _Connection) -> None:
-        self.document = document
+    def __init__(self, document: dict[str, Any], lease: _Connection, path: str) -> None:
+        self.document, self._path = document, path
         self.draining = False  # the holder is about to end, as of the last events(): let go of the tensors
         self.damaged = False  # an audit found other bytes than were published
         self.ended = False  # the holder has closed the lease
@@ -740,7 +741,7 @@ class Attachment:
         """
         memory, total = self._open_memory(), 0
         for i, (s, m) in enumerate(zip(self.document["shards"], memory)):
-            path = f"/v1/resident/{self.document['aggregate_sha256']}/shards/{s['sha256']}/header"
+            path = f"{self._path}/shards/{s['sha256']}/header"
             header = _Connection(self._lease.path, 30.0, self._lease.users).ask(path, most=MAX_HEADER)
             h = hashlib.sha256(header)
             for at in range(0, s["data_nbytes"], CHUNK):

@@ -40,6 +40,11 @@ func PathAdapter(a identity.Aggregate, d identity.Digest) string {
 	return PathAdapters(a) + "/" + d.String()
 }
 
+// PathAdapterHeader is the path of the header of a shard of an adapter.
+func PathAdapterHeader(a identity.Aggregate, d, shard identity.Digest) string {
+	return PathAdapter(a, d) + "/shards/" + shard.String() + "/header"
+}
+
 // PathAdapterFile is the path of a document that is kept with an adapter.
 func PathAdapterFile(a identity.Aggregate, d identity.Digest, name string) string {
 	return PathAdapter(a, d) + "/files/" + url.PathEscape(name)

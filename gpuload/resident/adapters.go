@@ -20,11 +20,12 @@ const maxRequest = 64 << 10
 func (s *Server) adapterRoutes(base string, all map[string]route) {
 	const one = "/adapters/{digest}"
 	for pattern, f := range map[string]route{
-		"GET " + base + "/adapters":              s.listAdapters,
-		"POST " + base + "/adapters":             s.loadAdapter,
-		"GET " + base + one:                      s.adapter,
-		"DELETE " + base + one:                   s.unloadAdapter,
-		"GET " + base + one + "/files/{name...}": s.adapterFile,
+		"GET " + base + "/adapters":                     s.listAdapters,
+		"POST " + base + "/adapters":                    s.loadAdapter,
+		"GET " + base + one:                             s.adapter,
+		"DELETE " + base + one:                          s.unloadAdapter,
+		"GET " + base + one + "/files/{name...}":        s.adapterFile,
+		"GET " + base + one + "/shards/{sha256}/header": s.adapterHeader,
 	} {
 		all[pattern] = func(w http.ResponseWriter, r *http.Request, h *Held) error { return refusedAdapter(f(w, r, h)) }
 	}
@@ -173,6 +174,19 @@ func (s *Server) adapterFile(w http.ResponseWriter, r *http.Request, h *Held) er
 	}
 	writeBytes(w, "application/octet-stream", http.StatusOK, text)
 	return nil
+}
+
+// adapterHeader answers with the bytes of an adapter's shard that are not in its memory.
+func (s *Server) adapterHeader(w http.ResponseWriter, r *http.Request, h *Held) error {
+	set, d, err := h.named(r)
+	if err != nil {
+		return err
+	}
+	_, weights, err := set.Show(d)
+	if err != nil {
+		return err
+	}
+	return header(w, r, weights)
 }
 
 // wire is an adapter as answers have it.

@@ -140,13 +140,18 @@ func (s *Server) end(w http.ResponseWriter, r *http.Request, _ *Held) error {
 
 // header answers with the bytes of a shard that are not in its memory.
 func (s *Server) header(w http.ResponseWriter, r *http.Request, h *Held) error {
+	return header(w, r, h.Weights)
+}
+
+// header answers with the header of the shard of weights that the path names.
+func header(w http.ResponseWriter, r *http.Request, weights *gpuload.Resident) error {
 	d, err := identity.ParseDigest(r.PathValue("sha256"))
 	if err != nil {
 		return attach.Refuse(attach.CodeBadRequest, "%v", err)
 	}
-	for i, shard := range h.base.document.Shards {
+	for i, shard := range weights.Manifest().Shards {
 		if shard.Digest == d {
-			writeBytes(w, "application/octet-stream", http.StatusOK, h.Weights.Header(i))
+			writeBytes(w, "application/octet-stream", http.StatusOK, weights.Header(i))
 			return nil
 		}
 	}

@@ -31,6 +31,7 @@ type flags struct {
 	holder      int           // user ID of the holder; 0: this user's or root
 	timeout     time.Duration // of an attach; 0: none
 	json, quiet bool
+	adapter     string // digest of the manifest of what is attached; empty: the base
 }
 
 func (f *flags) bind(cmd *cobra.Command) {
@@ -59,7 +60,7 @@ func (f *flags) command(use, short, long string,
 			if err != nil {
 				return cli.Exit(cli.CodeUsage, err)
 			}
-			return explain(run(cmd.Context(), a, cmd.OutOrStdout(), cmd.ErrOrStderr()))
+			return explainAdapter(run(cmd.Context(), a, cmd.OutOrStdout(), cmd.ErrOrStderr()))
 		},
 	}
 	f.bind(cmd)
@@ -84,6 +85,7 @@ func attachCommand() *cobra.Command {
 			return f.hold(ctx, a, stdout, stderr)
 		})
 	cmd.Flags().DurationVar(&f.timeout, "timeout", 30*time.Second, "how long an attach may take; 0: as long as it takes")
+	cmd.Flags().StringVar(&f.adapter, "adapter", "", "digest of the manifest of an adapter: attach to it, not to the base")
 	cmd.Flags().BoolVar(&check, "check", false, "hash every byte of the mapped memory, and end")
 	return cmd
 }
@@ -117,7 +119,11 @@ func summary(d attach.Document) string {
 			on += " " + v.UUID
 		}
 	}
-	return fmt.Sprintf("%s, %s in %s, %s, on %s", d.Aggregate, cli.Bytes(d.Verification.Bytes),
+	what := d.Aggregate.String()
+	if d.Adapter != nil {
+		what = fmt.Sprintf("adapter %s of %s", d.Adapter.Digest, what)
+	}
+	return fmt.Sprintf("%s, %s in %s, %s, on %s", what, cli.Bytes(d.Verification.Bytes),
 		cli.Count(len(d.Shards), "shard"), cli.Count(len(d.Tensors), "tensor"), on)
 }
 
@@ -129,7 +135,14 @@ func (f *flags) attach(ctx context.Context, a identity.Aggregate) (*attach.Attac
 		ctx, cancel = context.WithTimeoutCause(ctx, f.timeout, slow)
 		defer cancel()
 	}
-	return f.client().Attach(ctx, a)
+	if f.adapter == "" {
+		return f.client().Attach(ctx, a)
+	}
+	d, err := identity.ParseDigest(f.adapter)
+	if err != nil {
+		return nil, cli.Usagef("--adapter: %w", err)
+	}
+	return f.client().AttachAdapter(ctx, a, d)
 }
 
 // hold keeps a lease until ctx ends or the holder drains.

@@ -112,7 +112,7 @@ func (f *flags) prove(ctx context.Context, at *attach.Attachment, blocks []block
 			for i := next.Add(1) - 1; i < int64(len(blocks)) && ctx.Err() == nil; i = next.Add(1) - 1 {
 				b := blocks[i]
 				s := at.Document.Shards[b.shard]
-				if err := f.proveBlock(ctx, at.Document.Aggregate, s, told[b.shard], b); err != nil {
+				if err := f.proveBlock(ctx, &at.Document, s, told[b.shard], b); err != nil {
 					stop(fmt.Errorf("shard %s: %w", s.Name, err))
 				}
 				total.Add(s.Size)
@@ -124,9 +124,9 @@ func (f *flags) prove(ctx context.Context, at *attach.Attachment, blocks []block
 }
 
 func (f *flags) proveBlock(
-	ctx context.Context, a identity.Aggregate, s attach.Shard, told []gpuload.Tensor, b block,
+	ctx context.Context, d *attach.Document, s attach.Shard, told []gpuload.Tensor, b block,
 ) error {
-	head, err := f.client().Header(ctx, a, s.Digest)
+	head, err := f.header(ctx, d, s.Digest)
 	if err == nil {
 		err = tensors(s, told, head)
 	}
@@ -134,6 +134,13 @@ func (f *flags) proveBlock(
 		err = hash(ctx, s, head, b)
 	}
 	return err
+}
+
+func (f *flags) header(ctx context.Context, d *attach.Document, shard identity.Digest) ([]byte, error) {
+	if d.Adapter != nil {
+		return f.client().AdapterHeader(ctx, d.Aggregate, d.Adapter.Digest, shard)
+	}
+	return f.client().Header(ctx, d.Aggregate, shard)
 }
 
 // tensors compares what the document says of a shard with what its header says.
