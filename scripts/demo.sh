@@ -129,7 +129,11 @@ no kiln-pull attach "$(kiln-push identify --quiet other | head -n 1)" --socket "
 
 step "load an adapter of that base beside it"
 run kiln-pull adapter load "$aggregate" "$KILN_REGISTRY/demo/sql:v1" --socket "$socket"
-run kiln-pull adapter list "$aggregate" --socket "$socket"
+run kiln-pull adapter list "$aggregate" --socket "$socket" | tee list
+adapter=$(grep -Eo 'sha256:[0-9a-f]{64}' list | head -n 1)
+run kiln-pull attach "$aggregate" --adapter "$adapter" --socket "$socket" --check
+printf '\n$ python3 gpuload/attach/kiln_attach.py %s --adapter %s --socket %s --check\n' "$aggregate" "$adapter" "$socket"
+python3 "$root/gpuload/attach/kiln_attach.py" "$aggregate" --adapter "$adapter" --socket "$socket" --check
 
 if [ -n "${KEEP:-}" ]; then
   step "still up; Ctrl-C stops and removes everything"
