@@ -163,8 +163,12 @@ func all(ctx context.Context, c config, stdout, stderr io.Writer) (held bool, er
 			fmt.Fprintf(stderr, "%s: done after %.1f s\n", p.name, time.Since(start).Seconds())
 		}
 	}
-	t.add(row{Name: "all of it", Figure: fmt.Sprintf("%.0f s", time.Since(start).Seconds()), Status: ok})
-	return t.held(), t.print(stdout)
+	held, whole := t.held(), row{Name: "all of it", Figure: fmt.Sprintf("%.0f s", time.Since(start).Seconds()), Status: ok}
+	if !held {
+		whole.Status = failed
+	}
+	t.add(whole)
+	return held, t.print(stdout)
 }
 
 // inProcess runs a part and takes its rows over. What goes wrong is a row.
