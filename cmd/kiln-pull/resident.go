@@ -270,7 +270,8 @@ func (f *residentFlags) holding(ctx context.Context, arg string, want identity.A
 	} else {
 		from, err := parseSource(arg, f.registry, f.repo)
 		if err != nil {
-			return nil, "", "", cli.Hint(err, "a folder that is not there is written as a path: ./NAME")
+			return nil, "", "", cli.Hint(err,
+				"a folder that is not there is written as a path: ./NAME; a model of a hub is downloaded, or pushed here, first")
 		}
 		o.Want = cmp.Or(want, from.aggregate)
 		o.Resolve = func(ctx context.Context) (*client.Client, transfer.Plan, error) {
