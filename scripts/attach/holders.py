@@ -141,11 +141,16 @@ class Holder:
     After an error in the block the thread has ended; else it is for the test to call join, when it has let go.
     """
 
-    def __init__(self, path: Path, *serve: Callable[[socket.socket], None]) -> None:
+    def __init__(self, path: Path, *serve: Callable[[socket.socket], None], uid: int = 0) -> None:
         self.path, self.serve = str(path), serve
         self.listener = socket.socket(socket.AF_UNIX)
         self.listener.bind(self.path)
-        self.listener.listen()
+        before = os.geteuid()
+        os.seteuid(uid or before)  # whom a client sees is who listens
+        try:
+            self.listener.listen()
+        finally:
+            os.seteuid(before)
         self.thread = threading.Thread(target=self.run, daemon=True)
         self.join = self.thread.join
 
