@@ -215,11 +215,14 @@ func (f *residentFlags) run(ctx context.Context, arg string, stdout, stderr io.W
 	h, load := new(holding.Holding), synthetic
 	if !f.synthetic {
 		var name string
-		h, s.Backend, name, err = f.holding(ctx, arg, want, show, stderr)
+		on, err := f.on.Choice()
+		if err == nil {
+			h, s.Backend, name, err = f.holding(ctx, arg, want, on, show, stderr)
+		}
 		if err != nil {
 			return errors.Join(err, l.Close())
 		}
-		load = f.onto(h.Load, s.Backend, show)
+		load = f.onto(h.Load, on.Same(s.Backend), show)
 		show.Note("device: " + name)
 	}
 	err = s.Run(ctx, l, load, func(held resident.Held) error {
@@ -230,14 +233,11 @@ func (f *residentFlags) run(ctx context.Context, arg string, stdout, stderr io.W
 }
 
 // onto has load bring the adapters too, to where the base is.
-func (f *residentFlags) onto(load func(context.Context) (resident.Held, error), backend string, show *progress.Show,
+func (f *residentFlags) onto(load func(context.Context) (resident.Held, error), target func() (gpuload.Target, error),
+	show *progress.Show,
 ) func(context.Context) (resident.Held, error) {
-	on, err := f.on.Choice()
-	if err != nil {
-		return func(context.Context) (held resident.Held, _ error) { return held, err }
-	}
 	return f.adapters.Onto(load, adapters.Options{
-		Target: on.Same(backend), Dial: dial(&f.Flags, show), Registry: f.registry,
+		Target: target, Dial: dial(&f.Flags, show), Registry: f.registry,
 		Load: gpuload.Options{MaxBuffer: int64(max(f.maxBuffer, f.maxPinned)), VerifyDevice: f.verifyDevice},
 	}, show.Note)
 }
@@ -257,8 +257,8 @@ func badListen(err error) string {
 func synthetic(context.Context) (held resident.Held, err error) { return held, nil }
 
 // holding opens the device for what arg names, and says which it is.
-func (f *residentFlags) holding(ctx context.Context, arg string, want identity.Aggregate, show *progress.Show,
-	stderr io.Writer,
+func (f *residentFlags) holding(ctx context.Context, arg string, want identity.Aggregate, on device.Choice,
+	show *progress.Show, stderr io.Writer,
 ) (h *holding.Holding, backend, name string, err error) {
 	o := holding.Options{
 		Dir: f.dir, Want: want, Cache: f.cache, Direct: f.direct, VerifyDevice: f.verifyDevice,
@@ -278,11 +278,8 @@ func (f *residentFlags) holding(ctx context.Context, arg string, want identity.A
 			return f.resolve(ctx, from, show.Note, stderr)
 		}
 	}
-	on, err := f.on.Choice()
-	if err == nil {
-		o.Placement = on.Placement()
-		o.Target, backend, name, err = on.Open(ctx, o.Warn)
-	}
+	o.Placement = on.Placement()
+	o.Target, backend, name, err = on.Open(ctx, o.Warn)
 	return holding.New(o), backend, name, err
 }
 

@@ -3,7 +3,6 @@ package attaching
 import (
 	"context"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"io"
 	"text/tabwriter"
@@ -15,7 +14,6 @@ import (
 	"github.com/kiln-registry/kiln-registry/gpuload/attach"
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/internal/cli"
-	"github.com/kiln-registry/kiln-registry/transfer"
 )
 
 func adapterCommands() *cobra.Command {
@@ -48,23 +46,11 @@ func adapterCommand(short, long string,
 			if err != nil {
 				return err
 			}
-			return explainAdapter(run(cmd.Context(), &f, a, args[1], cmd.OutOrStdout()))
+			return explain(run(cmd.Context(), &f, a, args[1], cmd.OutOrStdout()))
 		},
 	}
 	f.bind(cmd)
 	return cmd
-}
-
-// aggregate reads the first argument.
-func aggregate(text string) (identity.Aggregate, error) {
-	a, is, err := transfer.ParseAggregate(text)
-	if err == nil && !is {
-		err = fmt.Errorf("%.200q is no aggregate: want sha256: and 64 hex digits", text)
-	}
-	if err != nil {
-		return a, cli.Exit(cli.CodeUsage, err)
-	}
-	return a, nil
 }
 
 func loadCommand() *cobra.Command {
@@ -176,21 +162,4 @@ func table(stdout io.Writer, list []attach.LoadedAdapter) error {
 			client.Line(x.From))
 	}
 	return w.Flush()
-}
-
-// adapterCodes are the exit codes of what a holder refuses about adapters.
-var adapterCodes = map[string]int{
-	attach.CodeAdapterUnknown: cli.CodeNotFound, attach.CodeAdapterOtherBase: cli.CodeNo,
-	attach.CodeAdapterInUse: cli.CodeTryAgain, attach.CodeAdapterRefused: cli.CodeBadInput,
-	attach.CodeAdapterRegistry: cli.CodeUnreachable, attach.CodeNoMemory: cli.CodeDevice,
-}
-
-// explainAdapter is explain with the codes of adapters.
-func explainAdapter(err error) error {
-	if e, is := errors.AsType[*attach.Error](err); is {
-		if code, ok := adapterCodes[e.Code]; ok {
-			return cli.Exit(code, err)
-		}
-	}
-	return explain(err)
 }

@@ -53,18 +53,27 @@ func (f *flags) command(use, short, long string,
 		Use: use + " AGGREGATE", Short: short, Long: short + ".\n\n" + long,
 		Args: cli.Args("AGGREGATE"),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			a, is, err := transfer.ParseAggregate(args[0])
-			if err == nil && !is {
-				err = fmt.Errorf("%.200q is no aggregate: want sha256: and 64 hex digits", args[0])
-			}
+			a, err := aggregate(args[0])
 			if err != nil {
-				return cli.Exit(cli.CodeUsage, err)
+				return err
 			}
-			return explainAdapter(run(cmd.Context(), a, cmd.OutOrStdout(), cmd.ErrOrStderr()))
+			return explain(run(cmd.Context(), a, cmd.OutOrStdout(), cmd.ErrOrStderr()))
 		},
 	}
 	f.bind(cmd)
 	return cmd
+}
+
+// aggregate reads the first argument.
+func aggregate(text string) (identity.Aggregate, error) {
+	a, is, err := transfer.ParseAggregate(text)
+	if err == nil && !is {
+		err = fmt.Errorf("%.200q is no aggregate: want sha256: and 64 hex digits", text)
+	}
+	if err != nil {
+		return a, cli.Exit(cli.CodeUsage, err)
+	}
+	return a, nil
 }
 
 func attachCommand() *cobra.Command {
@@ -250,6 +259,9 @@ func gone(ctx context.Context, c attach.Client) error {
 var codes = map[string]int{
 	attach.CodeOtherBase: cli.CodeNo, attach.CodeDamaged: cli.CodeNo, attach.CodeOtherUser: cli.CodeDenied,
 	attach.CodeDraining: cli.CodeTryAgain, attach.CodeBusy: cli.CodeTryAgain, attach.CodeFailed: cli.CodeUnreachable,
+	attach.CodeAdapterUnknown: cli.CodeNotFound, attach.CodeAdapterOtherBase: cli.CodeNo,
+	attach.CodeAdapterInUse: cli.CodeTryAgain, attach.CodeAdapterRefused: cli.CodeBadInput,
+	attach.CodeAdapterRegistry: cli.CodeUnreachable, attach.CodeNoMemory: cli.CodeDevice,
 }
 
 // hints say what can be done about what a holder refuses.
