@@ -19,7 +19,6 @@ import (
 
 	"github.com/kiln-registry/kiln-registry/gpuload"
 	"github.com/kiln-registry/kiln-registry/gpuload/attach"
-	"github.com/kiln-registry/kiln-registry/gpuload/hostmem"
 	"github.com/kiln-registry/kiln-registry/gpuload/resident"
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/internal/localsock"
@@ -362,20 +361,7 @@ func loadMany(t *testing.T, n, tensors int) func(context.Context) (resident.Held
 			t.Fatal(err)
 		}
 	}
-	return func(ctx context.Context) (h resident.Held, err error) {
-		src, err := gpuload.OpenDir(dir, false, nil)
-		if err != nil {
-			return h, err
-		}
-		defer src.Close()
-		p, err := gpuload.NewPlan(ctx, src, names, gpuload.Want{})
-		if err != nil {
-			return h, err
-		}
-		h.At = time.Now()
-		h.Weights, err = gpuload.Load(ctx, p, src, &hostmem.Target{}, gpuload.Options{})
-		return h, err
-	}
+	return loadFolder(dir, names)
 }
 
 // TestManyShards attaches to more shards than go in three messages.

@@ -21,8 +21,9 @@ import (
 	"github.com/kiln-registry/kiln-registry/internal/localsock"
 )
 
-// TestLimit opens more connections than a socket takes. One that was closed makes room.
-func TestLimit(t *testing.T) {
+// limitedSocket is a socket that takes two connections at a time.
+func limitedSocket(t *testing.T) (*localsock.Socket, *limited) {
+	t.Helper()
 	s, err := localsock.Listen(t.Context(), filepath.Join(t.TempDir(), "s"))
 	if err == nil {
 		err = s.Publish(t.Context(), "x")
@@ -30,8 +31,13 @@ func TestLimit(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer s.Close()
-	l := new(Server).limit(s, 2)
+	t.Cleanup(func() { s.Close() })
+	return s, new(Server).limit(s, 2)
+}
+
+// TestLimit opens more connections than a socket takes. One that was closed makes room.
+func TestLimit(t *testing.T) {
+	s, l := limitedSocket(t)
 	dial := func() net.Conn {
 		c, err := net.Dial("unix", s.Path())
 		if err != nil {
@@ -98,15 +104,7 @@ func TestDamage(t *testing.T) {
 
 // TestPatience writes to a client that takes nothing: the lease ends, at last or when too many events wait.
 func TestPatience(t *testing.T) {
-	s, err := localsock.Listen(t.Context(), filepath.Join(t.TempDir(), "s"))
-	if err == nil {
-		err = s.Publish(t.Context(), "x")
-	}
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer s.Close()
-	l := new(Server).limit(s, 2)
+	s, l := limitedSocket(t)
 	open := func() *stream {
 		c, err := net.Dial("unix", s.Path())
 		if err != nil {

@@ -42,6 +42,17 @@ func loadModel(t *testing.T) func(context.Context) (resident.Held, error) {
 			t.Fatal(err)
 		}
 	}
+	load := loadFolder(dir, names)
+	return func(ctx context.Context) (resident.Held, error) {
+		h, err := load(ctx)
+		layers := uint64(32)
+		h.Path, h.Config = "/models/demo", resident.Config{Layers: &layers}
+		return h, err
+	}
+}
+
+// loadFolder loads files of a folder into host memory.
+func loadFolder(dir string, names []string) func(context.Context) (resident.Held, error) {
 	return func(ctx context.Context) (h resident.Held, err error) {
 		src, err := gpuload.OpenDir(dir, false, nil)
 		if err != nil {
@@ -52,8 +63,7 @@ func loadModel(t *testing.T) func(context.Context) (resident.Held, error) {
 		if err != nil {
 			return h, err
 		}
-		layers := uint64(32)
-		h = resident.Held{Path: "/models/demo", Config: resident.Config{Layers: &layers}, At: time.Now()}
+		h.At = time.Now()
 		h.Weights, err = gpuload.Load(ctx, p, src, &hostmem.Target{}, gpuload.Options{})
 		return h, err
 	}
