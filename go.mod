@@ -3,6 +3,7 @@ module github.com/kiln-registry/kiln-registry
 go 1.26.0
 
 require (
+	github.com/anishathalye/porcupine v1.3.1
 	github.com/ebitengine/purego v0.11.3
 	github.com/google/go-cmp v0.7.0
 	github.com/gorilla/mux v1.8.1
