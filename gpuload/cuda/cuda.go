@@ -7,6 +7,7 @@ package cuda
 import (
 	"errors"
 	"fmt"
+	"slices"
 
 	"github.com/kiln-registry/kiln-registry/gpuload"
 )
@@ -35,12 +36,11 @@ var ErrNone = errors.New("no CUDA device")
 const (
 	outOfMemory = 2
 	noDevice    = 100
-
-	// After these nothing that the process has on the device can be used.
-	uncorrectable  = 214 // an error in memory
-	illegalAddress = 700
-	launchFailed   = 719
 )
+
+// lost are the codes after which nothing that the process has on the device can be used: cuda.h says that it must be
+// ended to go on. 214 is an error in memory that could not be corrected, 220 one of a link; the others are of a kernel.
+var lost = []int{214, 220, 700, 702, 714, 715, 716, 717, 718, 719}
 
 // Error is what a call of the driver returned. It is gpuload.ErrMemory when the driver says that memory ran out, and
 // gpuload.ErrUnreadable when what the process has on the device is lost to it.
@@ -62,5 +62,5 @@ func (e *Error) Error() string {
 // Is implements errors.Is for gpuload.ErrMemory and gpuload.ErrUnreadable.
 func (e *Error) Is(target error) bool {
 	return target == gpuload.ErrMemory && e.Code == outOfMemory ||
-		target == gpuload.ErrUnreadable && (e.Code == uncorrectable || e.Code == illegalAddress || e.Code == launchFailed)
+		target == gpuload.ErrUnreadable && slices.Contains(lost, e.Code)
 }

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io"
 	"sync"
+	"time"
 
 	"github.com/kiln-registry/kiln-registry/gpuload"
 )
@@ -21,6 +22,8 @@ type Imported struct {
 	size     int64
 	mem      mapping // of KindVMM
 	readOnly bool
+	patience time.Duration // how long the device may take for a call
+	closing  chan error    // gets how the end went; nil: Close was not called
 }
 
 // Import opens the handle of a block on the device with a UUID, in a process that is not the one that published it. The
@@ -40,7 +43,7 @@ func Import(uuid string, h gpuload.Handle) (*Imported, error) {
 	if err != nil {
 		return nil, err
 	}
-	m := &Imported{d: d, size: h.Size}
+	m := &Imported{d: d, size: h.Size, patience: patience}
 	if err = d.enter(1); err == nil {
 		err = d.with(func() error { return m.open(h) })
 	}
@@ -100,19 +103,15 @@ func (t *table) find(uuid string) (*device, error) {
 	return nil, fmt.Errorf("%w with the UUID %s", ErrNone, uuid)
 }
 
-// ReadAt implements io.ReaderAt by copies from the device.
+// ReadAt implements io.ReaderAt by copies from the device. A device that has not read after half a minute is
+// gpuload.ErrHung: b may be written to still, and stays in memory until that is done, if it is of Go.
 func (m *Imported) ReadAt(b []byte, off int64) (int, error) {
 	if off < 0 {
 		return 0, fmt.Errorf("read a block at offset %d", off)
 	}
 	n := int(min(int64(len(b)), max(0, m.size-off)))
 	if n > 0 {
-		m.mu.Lock()
-		defer m.mu.Unlock()
-		if m.d == nil {
-			return 0, errors.New("read a block that was closed")
-		}
-		if err := m.d.read(context.Background(), b[:n], m.ptr+uint64(off), m.d.streams[0]); err != nil {
+		if err := m.read(b[:n], off); err != nil {
 			return 0, fmt.Errorf("read a block: %w", err)
 		}
 	}
@@ -122,20 +121,62 @@ func (m *Imported) ReadAt(b []byte, off int64) (int, error) {
 	return n, nil
 }
 
-// Close closes the handle. A second Close does nothing.
+func (m *Imported) read(b []byte, off int64) error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.d == nil || m.closing != nil {
+		return errors.New("it was closed")
+	}
+	ctx, cancel := m.bounded()
+	defer cancel()
+	return m.noted(m.d.read(ctx, b, m.ptr+uint64(off), m.d.streams[0]))
+}
+
+// bounded returns a context that ends when the device takes too long.
+func (m *Imported) bounded() (context.Context, context.CancelFunc) {
+	return context.WithTimeoutCause(context.Background(), m.patience, gpuload.ErrHung)
+}
+
+// noted waits less for a device that was found to be hung.
+func (m *Imported) noted(err error) error {
+	if errors.Is(err, gpuload.ErrHung) {
+		m.patience = min(m.patience, time.Second)
+	}
+	return err
+}
+
+// Close closes the handle. After an end a second Close does nothing. A device that has not let go of the block after
+// half a minute is gpuload.ErrHung: the block is then given back when the device goes on, or when the process ends, and
+// another Close waits for it again.
 func (m *Imported) Close() error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if m.d == nil {
 		return nil
 	}
+	if m.closing == nil {
+		m.closing = make(chan error, 1)
+		go func() { m.closing <- m.end() }()
+	}
+	ctx, cancel := m.bounded()
+	defer cancel()
+	select {
+	case err := <-m.closing:
+		m.d = nil
+		return err
+	case <-ctx.Done():
+		return fmt.Errorf("close a block: %w", m.noted(context.Cause(ctx)))
+	}
+}
+
+// end gives all back, once no read is under way.
+func (m *Imported) end() error {
+	m.d.waiting.Wait()
 	err := m.d.with(func() error {
 		if m.mem.handle != 0 {
 			return m.d.drop(m.mem)
 		}
 		return m.d.call("cuIpcCloseMemHandle", m.d.closeHandle, uintptr(m.ptr))
 	})
-	err = errors.Join(err, m.d.leave())
-	m.d = nil
-	return err
+	return errors.Join(err, m.d.leave())
 }

@@ -13,6 +13,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"runtime"
 	"strings"
 	"syscall"
 	"testing"
@@ -405,6 +406,70 @@ func TestHung(t *testing.T) {
 	target.patience = patience
 	if err := target.Free(); err != nil || held(t) != before {
 		t.Errorf("%d held, %d before: %v", held(t), before, err)
+	}
+}
+
+// TestHungBlock reads a block of another process from a device that does not answer: neither the read nor the end waits
+// for ever, what is read to stays in memory, and when the device goes on all is given back.
+func TestHungBlock(t *testing.T) {
+	fake.Reset()
+	t.Cleanup(fake.Reset)
+	target, h, err := shared()
+	if err != nil {
+		t.Fatal(err)
+	}
+	uuid, before := uuidOf(t, 0), held(t)
+	m, err := Import(uuid, h)
+	if err != nil {
+		t.Fatal(err)
+	}
+	m.patience = 10 * time.Millisecond
+	fake.Set("HANG", 1)
+	freed, other := make(chan string, 2), new([4096]byte)
+	func() {
+		buf := new([4096]byte)
+		runtime.AddCleanup(buf, func(s string) { freed <- s }, "what is read to")
+		if n, err := m.ReadAt(buf[:], 0); n != 0 || !errors.Is(err, gpuload.ErrHung) {
+			t.Errorf("read %d bytes: %v, want %v", n, err, gpuload.ErrHung)
+		}
+	}()
+	runtime.AddCleanup(other, func(s string) { freed <- s }, "other")
+	runtime.KeepAlive(other)
+	if got := collected(freed); got != "other" {
+		t.Errorf("%s was collected first", got)
+	}
+	for range 2 {
+		if err := m.Close(); !errors.Is(err, gpuload.ErrHung) {
+			t.Errorf("close: %v, want %v", err, gpuload.ErrHung)
+		}
+	}
+	if _, err := m.ReadAt(make([]byte, 1), 0); err == nil || errors.Is(err, gpuload.ErrHung) {
+		t.Errorf("read after the end: %v", err)
+	}
+	fake.Set("HANG", 0)
+	m.patience = patience
+	for range 2 {
+		if err := m.Close(); err != nil || held(t) != before {
+			t.Errorf("%d held, %d before: %v", held(t), before, err)
+		}
+	}
+	if got := collected(freed); got != "what is read to" {
+		t.Errorf("%s was collected", got)
+	}
+	if err := target.Free(); err != nil {
+		t.Error(err)
+	}
+}
+
+// collected collects garbage until something says that it was.
+func collected(freed <-chan string) string {
+	for {
+		runtime.GC()
+		select {
+		case s := <-freed:
+			return s
+		default:
+		}
 	}
 }
 
