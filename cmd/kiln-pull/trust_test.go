@@ -94,14 +94,20 @@ func TestReleaseCutsOff(t *testing.T) {
 	}
 }
 
-// TestStoppedHolder attaches to a holder that does not answer.
+// TestStoppedHolder asks a holder that does not answer.
 func TestStoppedHolder(t *testing.T) {
 	dir, m := residentModel(t)
 	h := hold(t, nil, dir, socketIn(t), "--device", "host")
 	if err := h.Process.Signal(syscall.SIGSTOP); err != nil {
 		t.Fatal(err)
 	}
-	h.ends(t, nil, cli.CodeUnreachable, "no answer within 20ms", "attach", m.Aggregate.String(), "--timeout", "20ms")
+	base := m.Aggregate.String()
+	for _, args := range [][]string{
+		{"attach", base}, {"attach", base, "--check"}, {"audit", base}, {"release", base}, {"adapter", "list", base},
+		{"adapter", "load", base, "x"},
+	} {
+		h.ends(t, nil, cli.CodeUnreachable, "no answer within 20ms", append(args, "--timeout", "20ms")...)
+	}
 }
 
 // TestDescriptorsNotTaken has clients leave so many descriptors lying that the kernel passes no more on, which binds

@@ -46,7 +46,9 @@ func adapterCommand(short, long string,
 			if err != nil {
 				return err
 			}
-			return explain(run(cmd.Context(), &f, a, args[1], cmd.OutOrStdout()))
+			ctx, cancel := f.bounded(cmd.Context())
+			defer cancel()
+			return explain(run(ctx, &f, a, args[1], cmd.OutOrStdout()))
 		},
 	}
 	f.bind(cmd)
@@ -55,10 +57,10 @@ func adapterCommand(short, long string,
 
 func loadCommand() *cobra.Command {
 	cmd := adapterCommand("Load an adapter onto a base that is held",
-		"The ADAPTER is named by the digest of its manifest, by a REF, by a DIR that holds it, or by the name that it gives\n"+
-			"itself, if the holder's registry has one of that name for the base. It has to state the base that is held, and\n"+
-			"every byte of it is checked before anybody can attach to it. Where there is no room, adapters that nobody uses\n"+
-			"are unloaded. The base is not touched.\n\n"+
+		"The ADAPTER is named by the digest of its manifest, by a REF, by a DIR that holds it, or by the name that it\n"+
+			"gives itself, if the holder's registry has one of that name for the base. It has to state the base that is\n"+
+			"held, and every byte of it is checked before anybody can attach to it. Where there is no room, adapters that\n"+
+			"nobody uses are unloaded. The base is not touched.\n\n"+
 			"Exit codes besides: 1 it is of another base, states none, or what is said of its base disagrees; 2 several are\n"+
 			"called so; 4 none is; 5 its files are not what they should be; 6 the registry failed; 8 no room.", load)
 	cmd.Use = "load AGGREGATE ADAPTER"
@@ -128,7 +130,8 @@ func (f *flags) loaded(ctx context.Context, a identity.Aggregate, adapter string
 	}
 	switch len(found) {
 	case 0:
-		return identity.Digest{}, attach.Refuse(attach.CodeAdapterUnknown, "no adapter that is loaded is called %.200q", adapter)
+		return identity.Digest{}, attach.Refuse(attach.CodeAdapterUnknown, "no adapter that is loaded is called %.200q",
+			adapter)
 	case 1:
 		return found[0], nil
 	}
@@ -142,6 +145,8 @@ func listCommand() *cobra.Command {
 		"EVIDENCE says what states that an adapter is of the base: document, a full manifest of it among the adapter's\n"+
 			"documents; asserted, somebody's statement.",
 		func(ctx context.Context, a identity.Aggregate, stdout, _ io.Writer) error {
+			ctx, cancel := f.bounded(ctx)
+			defer cancel()
 			list, err := f.client().Adapters(ctx, a)
 			if err != nil {
 				return err

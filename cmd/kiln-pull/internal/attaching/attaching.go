@@ -29,7 +29,7 @@ func Commands() []*cobra.Command {
 type flags struct {
 	socket      string
 	holder      int           // user ID of the holder; 0: this user's or root
-	timeout     time.Duration // of an attach; 0: none
+	timeout     time.Duration // of an attach, or of any other command as a whole; 0: none
 	json, quiet bool
 	adapter     string // digest of the manifest of what is attached; empty: the base
 }
@@ -39,8 +39,18 @@ func (f *flags) bind(cmd *cobra.Command) {
 	p.StringVar(&f.socket, "socket", "",
 		"unix socket of the holder (default: named by the aggregate, in "+attach.Folder()+")")
 	p.IntVar(&f.holder, "holder-uid", 0, "user ID that may hold the model, besides this one and root's")
+	p.DurationVar(&f.timeout, "timeout", f.timeout, "how long it may take; 0: as long as it takes")
 	p.BoolVar(&f.json, "json", false, "print JSON on stdout")
 	p.BoolVarP(&f.quiet, "quiet", "q", false, "say nothing on stderr but errors")
+}
+
+// bounded is a context that ends when the time is up.
+func (f *flags) bounded(ctx context.Context) (context.Context, context.CancelFunc) {
+	if f.timeout <= 0 {
+		return context.WithCancel(ctx)
+	}
+	slow := cli.Exit(cli.CodeUnreachable, fmt.Errorf("no answer within %s", f.timeout))
+	return context.WithTimeoutCause(ctx, f.timeout, slow)
 }
 
 func (f *flags) client() attach.Client { return attach.Client{Socket: f.socket, HolderUID: f.holder} }
@@ -77,7 +87,7 @@ func aggregate(text string) (identity.Aggregate, error) {
 }
 
 func attachCommand() *cobra.Command {
-	var f flags
+	f := flags{timeout: 30 * time.Second}
 	var check bool
 	cmd := f.command("attach", "Use a model that kiln-pull resident holds, without a copy of it",
 		"The memory that is there is mapped, and stays until this command is ended by a signal, or the holder says that it\n"+
@@ -93,7 +103,7 @@ func attachCommand() *cobra.Command {
 			}
 			return f.hold(ctx, a, stdout, stderr)
 		})
-	cmd.Flags().DurationVar(&f.timeout, "timeout", 30*time.Second, "how long an attach may take; 0: as long as it takes")
+	cmd.Flag("timeout").Usage = "how long an attach may take; 0: as long as it takes"
 	cmd.Flags().StringVar(&f.adapter, "adapter", "", "digest of the manifest of an adapter: attach to it, not to the base")
 	cmd.Flags().BoolVar(&check, "check", false, "hash every byte of the mapped memory, and end")
 	return cmd
@@ -104,7 +114,7 @@ func auditCommand() *cobra.Command {
 	return f.command("audit", "Have the holder of a model read its memory back and hash it again",
 		"Memory of a device can be changed by every process that has it mapped. On damage the exit code is 1, and from\n"+
 			"then on nobody can attach: the holder's /health and /readyz answer 503. Leases stay, and their clients are told.\n"+
-			"An audit that could not be made says nothing of the bytes: exit code 6.",
+			"An audit that could not be made, or did not end within --timeout, says nothing of the bytes: exit code 6.",
 		f.audit)
 }
 
@@ -113,7 +123,8 @@ func releaseCommand() *cobra.Command {
 	return f.command("release", "Have the holder of a model free the memory and end",
 		"As with a signal, those who are attached are told and have the holder's --drain-timeout to go. The command ends\n"+
 			"when the holder has freed the memory and ended: with 0, also where leases were cut off, which it says. The\n"+
-			"holder itself ends with 1 then. If it dies before, the exit code is 6.", f.release)
+			"holder itself ends with 1 then. If it dies before, the exit code is 6, as it is after --timeout; a holder that\n"+
+			"was asked goes on to end.", f.release)
 }
 
 // summary says what is attached, for people.
@@ -138,12 +149,8 @@ func summary(d attach.Document) string {
 
 // attach attaches in the time that it may take.
 func (f *flags) attach(ctx context.Context, a identity.Aggregate) (*attach.Attachment, error) {
-	if f.timeout > 0 {
-		slow := cli.Exit(cli.CodeUnreachable, fmt.Errorf("no answer within %s", f.timeout))
-		var cancel func()
-		ctx, cancel = context.WithTimeoutCause(ctx, f.timeout, slow)
-		defer cancel()
-	}
+	ctx, cancel := f.bounded(ctx)
+	defer cancel()
 	if f.adapter == "" {
 		return f.client().Attach(ctx, a)
 	}
@@ -194,6 +201,8 @@ func (f *flags) note(stderr io.Writer, text string) {
 }
 
 func (f *flags) audit(ctx context.Context, a identity.Aggregate, stdout, _ io.Writer) error {
+	ctx, cancel := f.bounded(ctx)
+	defer cancel()
 	found, err := f.client().Audit(ctx, a)
 	if err != nil {
 		return err
@@ -213,6 +222,8 @@ const (
 )
 
 func (f *flags) release(ctx context.Context, a identity.Aggregate, stdout, stderr io.Writer) error {
+	ctx, cancel := f.bounded(ctx)
+	defer cancel()
 	f.note(stderr, "asking the holder to end; leases have its --drain-timeout")
 	found, err := f.client().Free(ctx, a)
 	if err == nil {

@@ -43,11 +43,7 @@ func (f *flags) check(ctx context.Context, a identity.Aggregate, stdout io.Write
 	}
 	defer func() { err = errors.Join(err, at.Close()) }()
 	open, err := opened(at)
-	defer func() {
-		for _, b := range open {
-			err = errors.Join(err, b.close())
-		}
-	}()
+	defer func() { err = closed(open, err) }()
 	if err != nil {
 		return err
 	}
@@ -71,6 +67,18 @@ type block struct {
 	shard int
 	io.ReaderAt
 	close func() error
+}
+
+// closed closes blocks after a use of them that ended with err. When a device does not answer it leaves them to the end
+// of the process: each would be waited for.
+func closed(blocks []block, err error) error {
+	for _, b := range blocks {
+		if errors.Is(err, gpuload.ErrHung) {
+			break
+		}
+		err = errors.Join(err, b.close())
+	}
+	return err
 }
 
 // opened opens the memory of devices. What it returns is to be closed also after an error.
