@@ -217,6 +217,41 @@ func TestAttachProcesses(t *testing.T) {
 	}
 }
 
+// TestWatchdog: a holder of which systemd asks it says that it is alive, from when it is ready.
+func TestWatchdog(t *testing.T) {
+	dir, _ := residentModel(t)
+	notify := filepath.Join(t.TempDir(), "notify")
+	told, err := net.ListenUnixgram("unixgram", &net.UnixAddr{Name: notify, Net: "unixgram"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer told.Close()
+	next := func() string {
+		b := make([]byte, 1000)
+		n, err := told.Read(b)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return string(b[:n])
+	}
+	h := hold(t, []string{sdnotify.EnvSocket + "=" + notify, sdnotify.EnvWatchdog + "=2000"}, dir, socketIn(t), "--device",
+		"host")
+	for _, want := range []string{"STATUS=loading", "READY=1\n", "WATCHDOG=1", "WATCHDOG=1"} {
+		if got := next(); !strings.HasPrefix(got, want) {
+			t.Errorf("systemd is told %q, want %q", got, want)
+		}
+	}
+	if err := h.Process.Signal(syscall.SIGTERM); err != nil {
+		t.Fatal(err)
+	}
+	for got := ""; !strings.HasPrefix(got, "STOPPING=1"); got = next() {
+	}
+	p := begin(t, []string{sdnotify.EnvWatchdog + "=soon"}, "resident", dir, "--listen", "127.0.0.1:0")
+	if code := p.code(); code != cli.CodeUsage || !strings.Contains(p.stderr.String(), `WATCHDOG_USEC="soon"`) {
+		t.Errorf("exit code %d\n%s", code, p.stderr)
+	}
+}
+
 // TestHolderKilled kills a holder: who was attached keeps the memory, and the next holder takes the name.
 func TestHolderKilled(t *testing.T) {
 	dir, m := residentModel(t)

@@ -4,14 +4,19 @@ package main
 
 import (
 	"bytes"
+	"errors"
 	"os"
 	"path/filepath"
 	"strings"
 	"testing"
 
+	"github.com/kiln-registry/kiln-registry/gpuload"
+	"github.com/kiln-registry/kiln-registry/gpuload/attach"
 	"github.com/kiln-registry/kiln-registry/gpuload/cuda"
 	"github.com/kiln-registry/kiln-registry/gpuload/cuda/fakecuda"
+	"github.com/kiln-registry/kiln-registry/gpuload/resident"
 	"github.com/kiln-registry/kiln-registry/internal/cli"
+	"github.com/kiln-registry/kiln-registry/internal/sdnotify"
 )
 
 // TestResidentCUDA holds a model on a device, which the stand-in for the driver has.
@@ -160,10 +165,10 @@ func TestResidentBroken(t *testing.T) {
 }
 
 // TestResidentSticky: an error after which the device's context is of no more use ends a load, whenever the driver tells
-// of it, and later ends all attaches; what was held is given back.
+// of it; what was held is given back.
 func TestResidentSticky(t *testing.T) {
 	fake := useFake(t)
-	dir, m := residentModel(t)
+	dir, _ := residentModel(t)
 	var stdout, stderr bytes.Buffer
 	for at := range int64(3) {
 		fake.Reset()
@@ -174,22 +179,84 @@ func TestResidentSticky(t *testing.T) {
 			t.Errorf("%d: %v, %d contexts left", at, err, fake.Get("CONTEXTS"))
 		}
 	}
-	fake.Reset()
-	folder := filepath.Join(t.TempDir(), "own")
-	if err := os.Mkdir(folder, 0o700); err != nil {
+}
+
+// TestResidentLost: when the device loses what is held, the holder tells who is attached and ends by itself, with the
+// exit code of a device that failed; whether an audit finds it, or an adapter that is loaded.
+func TestResidentLost(t *testing.T) {
+	lib, err := fakecuda.Build(t.TempDir())
+	if err != nil {
 		t.Fatal(err)
 	}
-	p := startResident(t, dir, "--device", "cuda:0", "--socket", filepath.Join(folder, "s"))
+	dir, m := residentModel(t)
+	base, adapter := m.Aggregate.String(), adapterOf(t, 1, &m)
+	ended := func(h *keeper, a *attach.Attachment) {
+		t.Helper()
+		for _, want := range []string{attach.EventDamaged, attach.EventDraining} {
+			if e := <-a.Events(); e.Kind != want {
+				t.Errorf("event %+v, want %s", e, want)
+			}
+		}
+		if err := a.Close(); err != nil {
+			t.Error(err)
+		}
+		code, said := h.code(), h.stderr.String()
+		if code != cli.CodeDevice || !strings.Contains(said, "error: the device has lost the weights: ") ||
+			!strings.Contains(said, "hint: only a new process") || strings.Count(said, "error: ") != 1 {
+			t.Errorf("exit code %d\n%s", code, said)
+		}
+		if _, err := os.Lstat(h.Socket); !errors.Is(err, os.ErrNotExist) {
+			t.Errorf("the name is left: %v", err)
+		}
+	}
+	broken := func(faults ...string) (*keeper, *attach.Attachment) {
+		t.Helper()
+		h := hold(t, append(faults, cuda.EnvLibrary+"="+lib), dir, socketIn(t), "--device", "cuda:0")
+		a, err := h.client.Attach(t.Context(), m.Aggregate)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return h, a
+	}
+	h, a := broken("FAKECUDA_FAIL_READ=1")
+	h.ends(t, nil, cli.CodeNo, attach.CodeDamaged, "audit", base)
+	ended(h, a)
+	h, a = broken("FAKECUDA_FAIL_COPY=3") // after the two of the base
+	h.ends(t, nil, cli.CodeNo, attach.CodeDamaged, "adapter", "load", base, adapter)
+	ended(h, a)
+}
+
+// TestResidentNoticesLoss: the holder looks after the device by itself.
+func TestResidentNoticesLoss(t *testing.T) {
+	t.Setenv(sdnotify.EnvWatchdog, "2000") // look each millisecond
+	fake := useFake(t)
+	dir, m := residentModel(t)
+	socket := socketIn(t)
+	p := startResident(t, dir, "--device", "cuda:0", "--share", cuda.KindVMM, "--socket", socket)
+	a, err := attach.Client{Socket: socket}.Attach(t.Context(), m.Aggregate)
+	if err != nil {
+		t.Fatal(err)
+	}
+	b, err := cuda.Import(a.Blocks[0].Device.UUID, a.Blocks[0].Handle)
+	if err != nil {
+		t.Fatal(err)
+	}
+	fake.Set("FAIL_AT", 1)
 	fake.Set("FAIL_READ", 1)
-	args := []string{"audit", "--socket", filepath.Join(folder, "s"), m.Aggregate.String()}
-	if err := run(t.Context(), args, &stdout, &stderr); err == nil || !strings.Contains(err.Error(), "700") {
-		t.Errorf("audit: %v", err)
+	if _, err := b.ReadAt(make([]byte, 1), 0); !errors.Is(err, gpuload.ErrUnreadable) {
+		t.Errorf("read: %v", err)
 	}
-	args[0] = "attach"
-	if err := run(t.Context(), args, &stdout, &stderr); err == nil || !strings.Contains(err.Error(), "DAMAGED") {
-		t.Errorf("attach: %v", err)
+	for _, want := range []string{attach.EventDamaged, attach.EventDraining} {
+		if e := <-a.Events(); e.Kind != want {
+			t.Errorf("event %+v, want %s", e, want)
+		}
 	}
-	if err := p.stop(); err == nil || !strings.Contains(err.Error(), "700") || fake.Get("CONTEXTS") != 0 {
+	_ = b.Close() // of a device that is lost
+	if err := a.Close(); err != nil {
+		t.Error(err)
+	}
+	if err := p.wait(); cli.Code(err) != cli.CodeDevice || !errors.Is(err, resident.ErrLost) ||
+		strings.Contains(err.Error(), "\n") || fake.Get("CONTEXTS") != 0 {
 		t.Errorf("%v, %d contexts left", err, fake.Get("CONTEXTS"))
 	}
 }

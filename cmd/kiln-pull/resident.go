@@ -156,6 +156,9 @@ func explainLoad(err error) error {
 	case errors.Is(err, gpuload.ErrMemory):
 		return cli.Hint(cli.Exit(cli.CodeDevice, err),
 			"the weights are held whole; free some memory, or take a machine with more")
+	case errors.Is(err, resident.ErrLost):
+		return cli.Hint(cli.Exit(cli.CodeDevice, err),
+			"only a new process can use that device again: have what runs this one start it anew when it fails")
 	case errors.Is(err, gpuload.ErrDevice), errors.Is(err, gpuload.ErrHung), errors.As(err, new(*cuda.Error)):
 		return cli.Exit(cli.CodeDevice, err)
 	case errors.Is(err, resident.ErrLeased):
@@ -202,11 +205,9 @@ func (f *residentFlags) run(ctx context.Context, arg string, stdout, stderr io.W
 	s := &resident.Server{
 		Version: cli.Version(), Backend: "synthetic", Model: f.name(arg), Gate: gate, Log: log, Drain: f.drain,
 		Debug: f.debug || resident.DebugEnabled(os.Getenv("KILN_DEBUG_ENDPOINTS")), Socket: f.attachable(arg, want),
-		Notify: func(state string) {
-			if err := sdnotify.Send(state); err != nil {
-				cli.Warn(stderr, "%v", err)
-			}
-		},
+	}
+	if err := underSystemd(s, stderr); err != nil {
+		return errors.Join(err, l.Close())
 	}
 	s.Metrics = metrics.Handler(s)
 	show := progress.New(f.Flags, stdout, stderr)
@@ -223,6 +224,9 @@ func (f *residentFlags) run(ctx context.Context, arg string, stdout, stderr io.W
 			return errors.Join(err, l.Close())
 		}
 		load = f.onto(h.Load, on.Same(s.Backend), show)
+		if s.Backend == cuda.Backend {
+			s.Alive = func(ctx context.Context) error { _, err := h.Target.Devices(ctx); return err }
+		}
 		show.Note("device: " + name)
 	}
 	err = s.Run(ctx, l, load, func(held resident.Held) error {
@@ -230,6 +234,23 @@ func (f *residentFlags) run(ctx context.Context, arg string, stdout, stderr io.W
 		return f.announce(stdout, stderr, "http://"+l.Addr().String(), s, held)
 	})
 	return errors.Join(err, h.Close())
+}
+
+// underSystemd has the server tell systemd how it stands, and in time that it is alive, as far as systemd asks for that.
+func underSystemd(s *resident.Server, stderr io.Writer) error {
+	s.Notify = func(state string) {
+		if err := sdnotify.Send(state); err != nil {
+			cli.Warn(stderr, "%v", err)
+		}
+	}
+	within, err := sdnotify.Watchdog()
+	if err != nil {
+		return cli.Exit(cli.CodeUsage, err)
+	}
+	if s.Watchdog = within > 0; s.Watchdog {
+		s.Beat = min(within/2, 10*time.Second)
+	}
+	return nil
 }
 
 // onto has load bring the adapters too, to where the base is.

@@ -62,6 +62,7 @@ type process struct {
 	announcement
 	said func() string // what is on stderr; to be asked after stop
 	stop func() error
+	wait func() error // for an end that it comes to by itself
 }
 
 // startResident waits for the line that says where it answers.
@@ -76,11 +77,12 @@ func startResident(t *testing.T, args ...string) *process {
 		w.Close()
 		ended <- err
 	}()
-	p := &process{said: stderr.String, stop: sync.OnceValue(func() error {
+	p := &process{said: stderr.String, wait: sync.OnceValue(func() error { return <-ended })}
+	p.stop = func() error {
 		cancel()
 		http.DefaultClient.CloseIdleConnections()
-		return <-ended
-	})}
+		return p.wait()
+	}
 	t.Cleanup(func() { p.stop() })
 	lines := bufio.NewScanner(out)
 	for lines.Scan() {

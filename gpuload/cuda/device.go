@@ -9,6 +9,7 @@ import (
 	"runtime"
 	"strings"
 	"sync"
+	"sync/atomic"
 
 	"github.com/kiln-registry/kiln-registry/gpuload"
 )
@@ -188,14 +189,15 @@ func (d *device) unregister(at uintptr) error {
 	return d.with(func() error { return d.call("cuMemHostUnregister", d.unpin, at) })
 }
 
-func (d *device) info() (gpuload.Device, error) {
-	var free uint64
-	err := d.with(func() (err error) {
-		free, err = d.memory()
+func (d *device) info(ctx context.Context) (gpuload.Device, error) {
+	var free atomic.Uint64 // which is written to also after the end of ctx
+	err := d.await(ctx, func() error {
+		n, err := d.memory()
+		free.Store(n)
 		return err
 	})
 	return gpuload.Device{
 		Index: d.index, Name: fmt.Sprintf("cuda:%d (%s)", d.index, strings.TrimSpace(d.name)), Backend: Backend,
-		Free: int64(free), Granularity: d.granularity, UUID: d.uuid, PCI: strings.ToLower(d.pci),
+		Free: int64(free.Load()), Granularity: d.granularity, UUID: d.uuid, PCI: strings.ToLower(d.pci),
 	}, err
 }

@@ -94,12 +94,17 @@ func (t *Target) add(driver *table, index int, id int32) error {
 	return nil
 }
 
-// Devices lists the devices that the target was opened on.
-func (t *Target) Devices(context.Context) ([]gpuload.Device, error) {
+// Devices lists the devices that the target was opened on. It may also be called while others use the target, and says
+// then whether the devices can still be used: one that does not answer within half a minute is gpuload.ErrHung.
+func (t *Target) Devices(ctx context.Context) ([]gpuload.Device, error) {
+	t.mu.RLock()
+	defer t.mu.RUnlock()
+	ctx, cancel := context.WithTimeoutCause(ctx, t.patience, gpuload.ErrHung)
+	defer cancel()
 	list := make([]gpuload.Device, len(t.devices))
 	for i, d := range t.devices {
 		var err error
-		if list[i], err = d.info(); err != nil {
+		if list[i], err = d.info(ctx); err != nil {
 			return nil, fmt.Errorf("cuda:%d: %w", d.index, err)
 		}
 	}

@@ -66,10 +66,15 @@ func (s *Server) answer(w http.ResponseWriter, r *http.Request, f route) {
 	if err == nil {
 		return
 	}
-	if errors.Is(err, gpuload.ErrState) || r.Context().Err() != nil && s.ending.Load() {
+	var e *attach.Error
+	switch {
+	case errors.Is(err, gpuload.ErrUnreadable):
+		s.damage(err)
+		err = s.damaged.Load()
+	case errors.As(err, &e) && e.Code == attach.CodeDamaged:
+	case errors.Is(err, gpuload.ErrState), r.Context().Err() != nil && s.ending.Load():
 		err = attach.Refuse(attach.CodeDraining, "it is about to end")
 	}
-	var e *attach.Error
 	if !errors.As(err, &e) {
 		e = attach.Refuse(attach.CodeFailed, "%v", err)
 	}
@@ -176,6 +181,7 @@ func (s *Server) audit(w http.ResponseWriter, r *http.Request, h *Held) error {
 	}
 	switch {
 	case isDamage(err):
+		s.failures.Add(1)
 		s.damage(err)
 	case err != nil:
 		return err
@@ -196,12 +202,19 @@ func isDamage(err error) bool {
 	return is && (e.Got != "" || errors.Is(err, gpuload.ErrUnreadable))
 }
 
-// damage ends all new attaches, and readiness.
+// damage ends all new attaches, and readiness. Where the device has lost what the process has there, which nothing but
+// its end heals, it also ends the server.
 func (s *Server) damage(err error) {
-	s.failures.Add(1)
+	lost := errors.Is(err, gpuload.ErrUnreadable)
 	e := attach.Refuse(attach.CodeDamaged, "the weights are not what was published: %v", err)
+	if lost {
+		e = attach.Refuse(attach.CodeDamaged, "%v: %v", ErrLost, err)
+	}
 	if s.damaged.CompareAndSwap(nil, e) {
 		s.leases.tell(attach.Event{Kind: attach.EventDamaged})
+	}
+	if lost && !s.lost.Swap(true) {
+		s.fail(fmt.Errorf("%w: %w", ErrLost, err))
 	}
 }
 

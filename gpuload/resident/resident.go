@@ -3,6 +3,7 @@
 package resident
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -28,6 +29,7 @@ const (
 	writeTimeout   = time.Minute
 	keepAlive      = 2 * time.Minute
 	goodbye        = time.Second // for answers when the server ends
+	usualBeat      = 10 * time.Second
 	maxHeaderBytes = 32 << 10
 )
 
@@ -36,6 +38,9 @@ const PathMetrics = "/metrics"
 
 // ErrPublic: the address can be reached from other machines, and nothing says who may ask.
 var ErrPublic = errors.New("can be reached from other machines")
+
+// ErrLost: the device has lost what was published. It comes with the reason, which is gpuload.ErrUnreadable.
+var ErrLost = errors.New("the device has lost the weights")
 
 // Server answers for one model. Its fields are set before it is used. It is safe for concurrent use, and serves once.
 type Server struct {
@@ -52,18 +57,26 @@ type Server struct {
 	Metrics http.Handler       // answers at PathMetrics; nil: nothing does
 	Notify  func(state string) // is told how it stands, in the form of sd_notify; nil: nobody is
 
+	// Alive fails when the device can't be used any more; nil: there is nothing to ask. It is asked every Beat while
+	// weights are held, 0: every 10 seconds. With Watchdog, Notify is told WATCHDOG=1 each time that it does not fail.
+	Alive    func(ctx context.Context) error
+	Beat     time.Duration
+	Watchdog bool
+
 	// Drain is how long requests and leases may last when the server stops.
 	Drain time.Duration
 
 	held    atomic.Pointer[Held] // nil while loading
 	ending  atomic.Bool
 	damaged atomic.Pointer[attach.Error] // what an audit found
+	lost    atomic.Bool                  // by the device
 
 	socket   *localsock.Socket
 	name     string // that the socket gets; empty: one made of the aggregate
 	leases   leases
 	auditing chan struct{}      // full while an audit runs
 	released context.CancelFunc // ends Run
+	fail     func(error)        // ends Run with an error
 	freed    chan struct{}      // closed when the memory is free
 	cutOff   int                // leases that were; to be read when freed is closed
 	counts
@@ -96,7 +109,8 @@ func Listen(ctx context.Context, addr string, open bool) (net.Listener, error) {
 
 // Run answers on l from the start, not ready at first. It calls load, then loaded, and from then on is ready, and can
 // be attached to, until ctx ends or somebody asks for the end, which are no errors. Before it returns it closes l and
-// frees the weights. It returns the error of load, of loaded, of the socket or of the listener.
+// frees the weights. It returns the error of load, of loaded, of the socket or of the listener; ErrLost when the device
+// has lost the weights, which ends it too.
 func (s *Server) Run(ctx context.Context, l net.Listener, load func(context.Context) (Held, error),
 	loaded func(Held) error,
 ) error {
@@ -109,6 +123,10 @@ func (s *Server) Run(ctx context.Context, l net.Listener, load func(context.Cont
 	s.freed = make(chan struct{})
 	s.notify("STATUS=loading")
 	run := &running{Server: s, stop: stop}
+	s.fail = run.fail
+	beats, calm := context.WithCancel(context.WithoutCancel(ctx))
+	defer calm()
+	run.calm = calm
 	run.local, run.cut = context.WithCancelCause(context.WithoutCancel(ctx))
 	run.serve(s.httpServer(), s.limit(l, maxProbes))
 	h, err := load(ctx)
@@ -119,6 +137,7 @@ func (s *Server) Run(ctx context.Context, l net.Listener, load func(context.Cont
 		s.held.Store(&h)
 		run.attachable(&h)
 		s.notify("READY=1\nSTATUS=" + h.line())
+		run.work.Go(func() { run.beat(beats) })
 		err = loaded(h)
 	}
 	if err == nil {
@@ -147,10 +166,12 @@ type running struct {
 	stop    context.CancelCauseFunc
 	local   context.Context // of requests on the socket
 	cut     context.CancelCauseFunc
+	calm    context.CancelFunc // ends beat
 	servers []*http.Server
 	work    sync.WaitGroup
-	failed  []error // of the listeners; complete when work is done
-	mu      sync.Mutex
+
+	mu     sync.Mutex
+	failed []error // what ended it
 }
 
 // serve answers on l until end. A listener that fails stops all.
@@ -161,11 +182,42 @@ func (r *running) serve(server *http.Server, l net.Listener) {
 		if errors.Is(err, http.ErrServerClosed) {
 			return
 		}
-		r.stop(err)
-		r.mu.Lock()
-		defer r.mu.Unlock()
-		r.failed = append(r.failed, fmt.Errorf("serve: %w", err))
+		r.fail(fmt.Errorf("serve: %w", err))
 	})
+}
+
+// fail ends all with an error.
+func (r *running) fail(err error) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.failed = append(r.failed, err)
+	r.stop(err)
+}
+
+// beat looks after the device, and tells who watches over this process that all is well, until ctx ends.
+func (r *running) beat(ctx context.Context) {
+	tick := time.NewTicker(cmp.Or(r.Beat, usualBeat))
+	defer tick.Stop()
+	for {
+		var err error
+		if r.Alive != nil {
+			err = r.Alive(ctx)
+		}
+		lost := errors.Is(err, gpuload.ErrUnreadable)
+		if lost {
+			r.damage(err)
+		} else if err != nil && ctx.Err() == nil {
+			r.log().Warn("the device can't be asked", "err", err)
+		}
+		if r.Watchdog && (err == nil || lost) { // what is lost ends in order
+			r.notify("WATCHDOG=1")
+		}
+		select {
+		case <-tick.C:
+		case <-ctx.Done():
+			return
+		}
+	}
 }
 
 // attachable begins to serve the socket.
@@ -194,14 +246,20 @@ func (r *running) end(ctx context.Context, h *Held) (err error) {
 	if h.Weights != nil {
 		ctx, cancel := context.WithTimeout(ctx, time.Until(deadline)+goodbye) // for handlers that were cut off to return
 		defer cancel()
-		err = errors.Join(err, h.closeAdapters(ctx), h.Weights.Close(ctx))
+		freed := errors.Join(h.closeAdapters(ctx), h.Weights.Close(ctx))
+		if r.damaged.Load() == nil || !errors.Is(freed, gpuload.ErrUnreadable) { // else it was told before
+			err = errors.Join(err, freed)
+		}
 	}
 	close(r.freed)
+	r.calm()
 	r.hangUp(ctx)
 	r.work.Wait()
 	if r.socket != nil {
 		err = errors.Join(err, r.socket.Close())
 	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
 	return errors.Join(errors.Join(r.failed...), err)
 }
 
@@ -221,13 +279,16 @@ func (r *running) hangUp(ctx context.Context) {
 	work.Wait()
 }
 
+func (s *Server) log() *slog.Logger {
+	if s.Log == nil {
+		return slog.New(slog.DiscardHandler)
+	}
+	return s.Log
+}
+
 func (s *Server) httpServer() *http.Server {
 	protocols := new(http.Protocols)
 	protocols.SetHTTP1(true)
-	log := s.Log
-	if log == nil {
-		log = slog.New(slog.DiscardHandler)
-	}
 	return &http.Server{
 		Handler:           s,
 		Protocols:         protocols,
@@ -236,7 +297,7 @@ func (s *Server) httpServer() *http.Server {
 		WriteTimeout:      writeTimeout,
 		IdleTimeout:       keepAlive,
 		MaxHeaderBytes:    maxHeaderBytes,
-		ErrorLog:          slog.NewLogLogger(log.Handler(), slog.LevelDebug),
+		ErrorLog:          slog.NewLogLogger(s.log().Handler(), slog.LevelDebug),
 	}
 }
 

@@ -6,8 +6,10 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/kiln-registry/kiln-registry/internal/sdnotify"
 )
@@ -58,5 +60,24 @@ func TestFullQueue(t *testing.T) {
 	}
 	if !errors.Is(err, os.ErrDeadlineExceeded) {
 		t.Errorf("%v", err)
+	}
+}
+
+func TestWatchdog(t *testing.T) {
+	me := strconv.Itoa(os.Getpid())
+	for _, tt := range []struct {
+		usec, pid string
+		want      time.Duration
+		fails     bool
+	}{
+		{"", "", 0, false}, {"", me, 0, false}, {"30000000", "", 30 * time.Second, false},
+		{"1500", me, 1500 * time.Microsecond, false}, {"1500", "1", 0, false}, {"x", "1", 0, false}, {"x", me, 0, true},
+		{"0", "", 0, true}, {"-1", "", 0, true}, {"9223372036854775807", "", 0, true},
+	} {
+		t.Setenv(sdnotify.EnvWatchdog, tt.usec)
+		t.Setenv(sdnotify.EnvWatchdogPID, tt.pid)
+		if got, err := sdnotify.Watchdog(); got != tt.want || (err != nil) != tt.fails {
+			t.Errorf("%q, %q: %s, %v", tt.usec, tt.pid, got, err)
+		}
 	}
 }
