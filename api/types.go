@@ -87,6 +87,8 @@ const (
 	AnnotationOrasUnpack  = "io.deis.oras.content.unpack"
 	HeaderExpectDigest    = "Kiln-Expect-Digest" // on POST of an upload: the digest that the closing PUT will name
 	HeaderExpectSize      = "Kiln-Expect-Size"   // on POST of an upload: its size in bytes
+	HeaderRedirect        = "Kiln-Redirect"      // on GET of a blob: RedirectOff asks for its bytes, not where they are
+	RedirectOff           = "off"                // as the value of HeaderRedirect
 	HeaderContentDigest   = "Docker-Content-Digest"
 	HeaderUploadUUID      = "Docker-Upload-UUID"
 	HeaderSubject         = "OCI-Subject"

@@ -226,9 +226,3 @@ type Sweeper interface {
 	// running uploads need, of this process and of others.
 	Sweep(ctx context.Context, before time.Time) (removed int, err error)
 }
-
-// Linker is implemented by stores whose blobs a client may fetch directly.
-type Linker interface {
-	// Link returns a URL that serves the blob for ttl to whoever has it. ErrNotFound.
-	Link(ctx context.Context, d identity.Digest, ttl time.Duration) (url string, err error)
-}

@@ -18,6 +18,7 @@ import (
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/index"
 	"github.com/kiln-registry/kiln-registry/registry/access"
+	"github.com/kiln-registry/kiln-registry/registry/ranges"
 	"github.com/kiln-registry/kiln-registry/registry/upkeep"
 )
 
@@ -390,15 +391,18 @@ func (r *Registry) getBlob(w *response, q *request) error {
 	h.Set("Accept-Ranges", "bytes")
 	off, n, status := int64(0), i.Size, http.StatusOK
 	if spec := q.rangeOf(d); spec != "" && q.Method == http.MethodGet {
-		part, ok, err := parseRange(spec, i.Size)
+		part, ok, err := ranges.Parse(spec, i.Size)
 		if err != nil {
 			h.Set("Content-Range", fmt.Sprintf("bytes */%d", i.Size))
 			return err
 		}
 		if ok {
-			off, n, status = part.off, part.n, http.StatusPartialContent
+			off, n, status = part.Off, part.N, http.StatusPartialContent
 			h.Set("Content-Range", fmt.Sprintf("bytes %d-%d/%d", off, off+n-1, i.Size))
 		}
+	}
+	if r.sendOn(w, q, i, n == i.Size) {
+		return nil
 	}
 	h.Set("Content-Length", strconv.FormatInt(n, 10))
 	if q.Method == http.MethodHead {
@@ -406,6 +410,24 @@ func (r *Registry) getBlob(w *response, q *request) error {
 		return nil
 	}
 	return r.sendBlob(w, q, i, off, n, status)
+}
+
+// sendOn answers with a link to the bytes of a blob, if the caller is to get one. What is to be verified on its way out
+// does not go past the registry, and a copy that is known to be bad is not shown to anybody.
+func (r *Registry) sendOn(w *response, q *request, i blobstore.Info, whole bool) bool {
+	if !r.links.Wanted(q.Request, i) || r.verify && whole {
+		return false
+	}
+	if bad, err := r.scrubber.Unusable(q.Context(), i.Digest); bad || err != nil {
+		return false
+	}
+	link, err := r.links.Link(q.Context(), i)
+	if err != nil {
+		r.suspect(i.Digest, err)
+		return false
+	}
+	r.links.Answer(w, link)
+	return true
 }
 
 // held lets manifests be classified by what the store holds.
@@ -547,46 +569,4 @@ func (q *request) rangeOf(d identity.Digest) string {
 		return ""
 	}
 	return q.Header.Get("Range")
-}
-
-// part is a range of a blob that is not empty.
-type part struct{ off, n int64 }
-
-// parseRange reads a Range header for a blob of size bytes. One that is malformed, of another unit, or has several
-// ranges is not followed: ok is false and the whole blob is the right answer. ErrRangeInvalid if it is well formed and
-// nothing of the blob is in it, or its end comes before its start.
-func parseRange(spec string, size int64) (p part, ok bool, err error) {
-	unit, set, _ := strings.Cut(spec, "=")
-	first, last, dash := strings.Cut(strings.TrimSpace(set), "-")
-	if !strings.EqualFold(strings.TrimSpace(unit), "bytes") || !dash {
-		return part{}, false, nil
-	}
-	from, hasFrom, okFrom := parsePos(first)
-	to, hasTo, okTo := parsePos(last)
-	if !okFrom || !okTo || !hasFrom && !hasTo {
-		return part{}, false, nil
-	}
-	switch {
-	case !hasFrom: // the last to bytes
-		from, to = size-min(to, size), size-1
-	case !hasTo:
-		to = size - 1
-	}
-	if from >= size || to < from {
-		return part{}, false, api.Errorf(api.CodeRangeInvalid, "range %.80q of a blob of %d bytes", spec, size)
-	}
-	return part{from, min(to, size-1) - from + 1}, true, nil
-}
-
-// parsePos reads a position of a range: digits only. One that is too large for an int64 is the largest one.
-func parsePos(s string) (n int64, has, ok bool) {
-	s = strings.TrimSpace(s)
-	if s == "" {
-		return 0, false, true
-	}
-	if strings.Trim(s, "0123456789") != "" {
-		return 0, false, false
-	}
-	n, _ = strconv.ParseInt(s, 10, 64) // a range error gives the largest
-	return n, true, true
 }

@@ -28,6 +28,7 @@ import (
 	"github.com/kiln-registry/kiln-registry/registry/answers"
 	"github.com/kiln-registry/kiln-registry/registry/classify"
 	"github.com/kiln-registry/kiln-registry/registry/prune"
+	"github.com/kiln-registry/kiln-registry/registry/redirect"
 	"github.com/kiln-registry/kiln-registry/registry/upkeep"
 )
 
@@ -67,6 +68,11 @@ type Config struct {
 	// Checked, if set, waits until what the index is kept in is read through, and returns what is wrong with it. Nothing is
 	// collected before.
 	Checked func(context.Context) error
+	// Redirect says who is sent on to the store for the bytes of blobs; nil: nobody. The store must be a blobstore.Linker.
+	Redirect *redirect.Rules
+	// Hold is how long a blob that nothing refers to any more is kept all the same, as somebody may have a link to it:
+	// Redirect.Hold. Zero: not at all.
+	Hold time.Duration
 }
 
 // Registry is a registry. It is safe for concurrent use. It owns none of its parts: whoever made them closes them,
@@ -114,6 +120,7 @@ type Registry struct {
 	pruner     *prune.Pruner
 	desk       *answers.Desk
 	aside      aside
+	links      *redirect.Links
 }
 
 // The states of a registry.
@@ -152,6 +159,10 @@ func New(c Config) (*Registry, error) {
 	r.scrubber = upkeep.NewScrubber(c.Store, c.Index, c.Log, r.now, r.aside.changed)
 	r.scrubber.ReadOnly, r.scrubber.Refs, r.scrubber.Names, r.scrubber.Still = c.ReadOnly, c.Refs, namesOf, r.still
 	r.pruner = newPruner(r)
+	var err error
+	if r.links, err = redirect.New(c.Redirect, c.Store, c.Log, r.now); err != nil {
+		return nil, err
+	}
 	r.desk = &answers.Desk{Index: c.Index, Blobs: held{c.Store}, Admit: r.memory.admit}
 	r.router = newRouter(r)
 	if was := c.Index.Renewed(); was != 0 {

@@ -17,6 +17,7 @@ import (
 	"github.com/kiln-registry/kiln-registry/index"
 	"github.com/kiln-registry/kiln-registry/registry/access"
 	"github.com/kiln-registry/kiln-registry/registry/classify"
+	"github.com/kiln-registry/kiln-registry/registry/ranges"
 )
 
 // CreateUpload opens an upload in a repository. d and size are what the client says about the bytes to come: zero and
@@ -442,8 +443,8 @@ func chunkOf(q *request) (Chunk, error) {
 	spec = strings.TrimPrefix(strings.TrimPrefix(spec, "bytes="), "bytes ")
 	spec, _, _ = strings.Cut(spec, "/")
 	first, last, _ := strings.Cut(spec, "-")
-	from, hasFrom, okFrom := parsePos(first)
-	to, hasTo, okTo := parsePos(last)
+	from, hasFrom, okFrom := ranges.Pos(first)
+	to, hasTo, okTo := ranges.Pos(last)
 	if !hasFrom || !hasTo || !okFrom || !okTo || to < from || to == math.MaxInt64 {
 		return ch, api.Errorf(
 			api.CodeBlobUploadInvalid,

@@ -103,15 +103,8 @@ func (st *Store) Open(ctx context.Context, i blobstore.Info, off, n int64) (io.R
 }
 
 func (st *Store) openRange(ctx context.Context, i blobstore.Info, off, n int64) (*reader, error) {
-	if !validCopy(i.Generation) {
-		return nil, blobstore.ErrNotFound
-	}
-	if n, ok := st.asideOf(i.Digest); ok && n.Copy == i.Generation {
-		if l, _, err := st.readLive(ctx, i.Digest); err != nil {
-			return nil, err
-		} else if l.Copy != i.Generation {
-			return nil, blobstore.ErrQuarantined
-		}
+	if err := st.shows(ctx, i); err != nil {
+		return nil, err
 	}
 	if off < 0 || off > i.Size {
 		return nil, fmt.Errorf("offset %d is outside of its %d bytes", off, i.Size)

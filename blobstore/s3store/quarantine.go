@@ -202,3 +202,45 @@ func (st *Store) sweepNotes(ctx context.Context, before time.Time) (removed int,
 	})
 	return removed, err
 }
+
+// Link implements blobstore.Linker.
+func (st *Store) Link(ctx context.Context, i blobstore.Info, ttl time.Duration) (blobstore.Link, error) {
+	l, err := st.link(ctx, i, ttl)
+	if errors.Is(err, bucket.ErrAbsent) {
+		err = blobstore.ErrNotFound
+	}
+	if err != nil {
+		return blobstore.Link{}, fmt.Errorf("link to blob %s: %w", i.Digest, err)
+	}
+	return l, nil
+}
+
+func (st *Store) link(ctx context.Context, i blobstore.Info, ttl time.Duration) (l blobstore.Link, err error) {
+	if err := st.shows(ctx, i); err != nil {
+		return l, err
+	}
+	key := st.bytesKey(i.Digest, i.Generation)
+	o, err := st.b.Head(ctx, key)
+	if err == nil && o.Size != i.Size {
+		err = fmt.Errorf("%w: %s has %d bytes of %d", blobstore.ErrCut, key, o.Size, i.Size)
+	}
+	if err == nil {
+		l.URL, l.Until, err = st.b.Link(ctx, key, ttl)
+	}
+	return l, err
+}
+
+// shows refuses a copy that can't be one, or was set aside.
+func (st *Store) shows(ctx context.Context, i blobstore.Info) error {
+	if !validCopy(i.Generation) {
+		return blobstore.ErrNotFound
+	}
+	if n, ok := st.asideOf(i.Digest); ok && n.Copy == i.Generation {
+		if l, _, err := st.readLive(ctx, i.Digest); err != nil {
+			return err
+		} else if l.Copy != i.Generation {
+			return blobstore.ErrQuarantined
+		}
+	}
+	return nil
+}

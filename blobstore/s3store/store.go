@@ -89,8 +89,8 @@ const uncounted = 1 << 20
 // partPatience is how long an upload waits for memory.
 const partPatience = 30 * time.Second
 
-// Store is a store in a bucket. It implements blobstore.Store, Uploads, Refs, Quarantine, Segments, Sweeper and
-// Losses.
+// Store is a store in a bucket. It implements blobstore.Store, Uploads, Refs, Quarantine, Segments, Sweeper,
+// Linker and Losses.
 type Store struct {
 	b           *bucket.Bucket
 	id          string
@@ -126,6 +126,7 @@ var (
 	_ blobstore.Quarantine = (*Store)(nil)
 	_ blobstore.Segments   = (*Store)(nil)
 	_ blobstore.Sweeper    = (*Store)(nil)
+	_ blobstore.Linker     = (*Store)(nil)
 	_ blobstore.Losses     = (*Store)(nil)
 )
 

@@ -313,7 +313,7 @@ func TestLabelsAreBounded(t *testing.T) {
 			values[k][v] = true
 		}
 	}
-	for label, most := range map[string]int{"route": 30, "method": 7, "class": 6, "reason": 11, "op": 18} {
+	for label, most := range map[string]int{"route": 30, "method": 7, "class": 6, "reason": 11, "op": 19} {
 		if n := len(values[label]); n == 0 || n > most {
 			t.Errorf("%s has %d values: %v", label, n, values[label])
 		}
@@ -409,10 +409,11 @@ func TestStoreKeepsItsParts(t *testing.T) {
 	_, aside = st.(blobstore.Quarantine)
 	_, segments = st.(blobstore.Segments)
 	_, sweeps := st.(blobstore.Sweeper)
+	_, links := st.(blobstore.Linker)
 	_, counted = st.(*s3store.Store)
 	_, losses = st.(blobstore.Losses)
-	if !aside || !segments || !sweeps || !losses || counted {
-		t.Error("a bucket:", aside, segments, sweeps, losses, counted)
+	if !aside || !segments || !sweeps || !links || !losses || counted {
+		t.Error("a bucket:", aside, segments, sweeps, links, losses, counted)
 	}
 }
 

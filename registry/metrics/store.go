@@ -31,11 +31,13 @@ const (
 	opSweep    = "sweep"
 	opSegments = "segments"
 	opKeep     = "keep_segments"
+	opLink     = "link"
 )
 
 var ops = []string{
 	opStat, opOpen, opRead, opCreate, opResume, opAppend, opCommit, opAbort, opDelete, opList, opPutRefs, opReadRefs,
 	opUploads, opSetAside, opAside, opSweep, opSegments, opKeep,
+	opLink,
 }
 
 // answers are errors of a store that say something about what was asked, and not that the store failed.
@@ -51,23 +53,27 @@ func (m *Metrics) Store(st blobstore.Engine) blobstore.Engine {
 	segments, hasSegments := st.(blobstore.Segments)
 	sweep, hasSweep := st.(blobstore.Sweeper)
 	losses, hasLosses := st.(blobstore.Losses)
+	links, hasLinks := st.(blobstore.Linker)
 	switch {
-	case hasLosses && hasAside && hasSegments && !hasSweep: // a folder
+	case hasLosses && hasAside && hasSegments && !hasSweep && !hasLinks: // a folder
 		return struct {
 			counted
 			countedAside
 			countedSegments
 			blobstore.Losses
 		}{c, countedAside{aside, m}, countedSegments{segments, m}, losses}
-	case hasLosses && hasAside && hasSegments && hasSweep: // a bucket
+	case hasLosses && hasAside && hasSegments && hasSweep && hasLinks: // a bucket
 		return struct {
 			counted
 			countedAside
 			countedSegments
 			countedSweep
+			countedLinks
 			blobstore.Losses
-		}{c, countedAside{aside, m}, countedSegments{segments, m}, countedSweep{sweep, m}, losses}
-	case !hasLosses && !hasAside && !hasSweep && !hasSegments:
+		}{
+			c, countedAside{aside, m}, countedSegments{segments, m}, countedSweep{sweep, m}, countedLinks{links, m}, losses,
+		}
+	case !hasLosses && !hasAside && !hasSweep && !hasSegments && !hasLinks:
 		return c
 	}
 	return st // of a kind that is not known here: better not counted than without a part
@@ -248,4 +254,15 @@ func (c countedSegments) KeepSegments(ctx context.Context, i blobstore.Info, for
 	err := c.of.KeepSegments(ctx, i, form)
 	c.m.count(ctx, opKeep, err)
 	return err
+}
+
+type countedLinks struct {
+	of blobstore.Linker
+	m  *Metrics
+}
+
+func (c countedLinks) Link(ctx context.Context, i blobstore.Info, ttl time.Duration) (blobstore.Link, error) {
+	l, err := c.of.Link(ctx, i, ttl)
+	c.m.count(ctx, opLink, err)
+	return l, err
 }

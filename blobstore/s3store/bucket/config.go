@@ -25,6 +25,9 @@ type Config struct {
 	Insecure bool   // plain HTTP
 	Region   string // empty: what AWS_REGION says, else the server is asked
 	CAFile   string // PEM file of certificates that are trusted besides the system's; empty for none
+	// Public is the host or host:port by which clients reach the server, for links alone; empty: Endpoint, as it is.
+	Public      string
+	PublicPlain bool // plain HTTP there
 
 	addressing minio.BucketLookupType
 	sse        encrypt.ServerSide
@@ -33,14 +36,16 @@ type Config struct {
 const awsEndpoint = "s3.amazonaws.com"
 
 // parameters of a store's URL.
-var parameters = []string{"addressing", "ca-file", "endpoint", "region", "sse"}
+var parameters = []string{"addressing", "ca-file", "endpoint", "public", "region", "sse"}
 
 // Parse reads the URL of a store:
 //
-//	s3://bucket/prefix?endpoint=https://host:port&region=R&addressing=auto|path|virtual&ca-file=PATH&sse=AES256|aws:kms[:KEY]
+//	s3://bucket/prefix?endpoint=https://host:port&public=https://host:port&region=R&
+//	addressing=auto|path|virtual&ca-file=PATH&sse=AES256|aws:kms[:KEY]
 //
-// All parameters may be left out: then it is a bucket of AWS. An endpoint without a scheme is HTTPS. Credentials in the
-// URL are refused, as it ends up in shell histories and logs.
+// All parameters may be left out: then it is a bucket of AWS. public is for links, where clients reach the server by
+// another address than the registry does. An endpoint without a scheme is HTTPS. Credentials in the URL are refused, as
+// it ends up in shell histories and logs.
 func Parse(raw string) (c Config, err error) {
 	u, err := url.Parse(raw)
 	if err != nil || u.Scheme != "s3" {
@@ -75,7 +80,14 @@ func Parse(raw string) (c Config, err error) {
 
 func (c *Config) parameters(query url.Values) error {
 	c.Region, c.CAFile = query.Get("region"), query.Get("ca-file")
-	if err := c.endpoint(query.Get("endpoint")); err != nil {
+	var err error
+	if c.Endpoint, c.Insecure, err = c.endpoint("endpoint", query.Get("endpoint")); err != nil {
+		return err
+	}
+	if c.Endpoint == "" {
+		c.Endpoint = awsEndpoint
+	}
+	if c.Public, c.PublicPlain, err = c.endpoint("public", query.Get("public")); err != nil {
 		return err
 	}
 	switch a := query.Get("addressing"); a {
@@ -104,10 +116,18 @@ func (c *Config) parameters(query url.Values) error {
 	return nil
 }
 
-func (c *Config) endpoint(raw string) error {
+// Clients returns the host by which clients reach the server, and whether it speaks plain HTTP to them.
+func (c Config) Clients() (host string, plain bool) {
+	if c.Public == "" {
+		return c.Endpoint, c.Insecure
+	}
+	return c.Public, c.PublicPlain
+}
+
+// endpoint reads a parameter that is the address of a server.
+func (c *Config) endpoint(name, raw string) (host string, plain bool, err error) {
 	if raw == "" {
-		c.Endpoint = awsEndpoint
-		return nil
+		return "", false, nil
 	}
 	if !strings.Contains(raw, "://") {
 		raw = "https://" + raw
@@ -115,10 +135,9 @@ func (c *Config) endpoint(raw string) error {
 	u, err := url.Parse(raw)
 	if err != nil || u.Scheme != "https" && u.Scheme != "http" || u.Host == "" || u.User != nil ||
 		strings.Trim(u.Path, "/") != "" || u.RawQuery != "" {
-		return fmt.Errorf("%s: endpoint %q: want https://host:port", c, redact(raw))
+		return "", false, fmt.Errorf("%s: %s %q: want https://host:port", c, name, redact(raw))
 	}
-	c.Endpoint, c.Insecure = u.Host, u.Scheme == "http"
-	return nil
+	return u.Host, u.Scheme == "http", nil
 }
 
 // shown returns the name of a parameter, if a value followed it: else it may be a secret itself.

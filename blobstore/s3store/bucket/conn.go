@@ -57,6 +57,8 @@ type Bucket struct {
 	idle    func()        // closes connections that nothing goes over
 	pause   time.Duration
 	limit   time.Duration // see patience
+	creds   *credentials.Credentials
+	links   signer
 }
 
 // bounded ends a request of so many bytes that takes too long in all.
@@ -78,21 +80,21 @@ func Dial(c Config, o Options) (*Bucket, error) {
 			long.CloseIdleConnections()
 		},
 	}
-	creds := credentials.New(&providers{all: sources(c.region(), usual)})
-	if b.core, err = b.client(usual, creds, o); err != nil {
+	b.creds = credentials.New(&providers{all: sources(c.region(), usual)})
+	if b.core, err = b.client(usual, o); err != nil {
 		return nil, err
 	}
-	b.patient, err = b.client(long, creds, o)
+	b.patient, err = b.client(long, o)
 	return b, err
 }
 
-func (b *Bucket) client(transport *http.Transport, creds *credentials.Credentials, o Options) (minio.Core, error) {
-	var rt http.RoundTripper = refusals{transport, b.skew, creds.Expire}
+func (b *Bucket) client(transport *http.Transport, o Options) (minio.Core, error) {
+	var rt http.RoundTripper = refusals{transport, b.skew, b.creds.Expire}
 	if o.Transport != nil {
 		rt = o.Transport(rt)
 	}
 	core, err := minio.NewCore(b.Endpoint, &minio.Options{
-		Creds:        creds,
+		Creds:        b.creds,
 		Secure:       !b.Insecure,
 		Transport:    rt,
 		Region:       b.region(),

@@ -51,6 +51,7 @@ type serving struct {
 	configured
 	limits
 	metering
+	redirecting
 	chores
 }
 
@@ -75,6 +76,7 @@ What no flag says is looked for in the environment, --idle-timeout in KILN_IDLE_
 	s.logging.bind(cmd)
 	s.limits.bind(cmd)
 	s.metering.bind(cmd)
+	s.redirecting.bind(cmd)
 	s.chores.bind(cmd)
 	f := cmd.Flags()
 	f.StringVar(&s.addr, "addr", cli.DefaultRegistry, "address to listen on")
@@ -122,7 +124,7 @@ func (s *serving) run(ctx context.Context, stdout, stderr io.Writer) error {
 	o := home.Opening{
 		Home: s.Home, CheckLater: checkLater, Metrics: s.metering.open(s.Place, log), MetricsHere: s.metering.here,
 		Config: registry.Config{Access: gate, Log: log, IdleTimeout: s.idle, ReadOnly: s.readOnly, Immutable: s.immutable,
-			Lease: s.lease, VerifyReads: s.verify},
+			Lease: s.lease, VerifyReads: s.verify, Redirect: s.redirecting.rules, Hold: s.redirecting.hold()},
 	}
 	p, err := o.Open(ctx)
 	if err != nil {
@@ -154,6 +156,9 @@ func (s *serving) check() error {
 		checkAddr("--addr", s.addr), s.limits.check(), s.metering.check(), s.chores.check(),
 		cli.NotNegative("--drain-timeout", s.drain), cli.NotNegative("--drain-delay", s.unready),
 	); err != nil {
+		return err
+	}
+	if err := s.redirecting.check(s.Place, s.cert != ""); err != nil {
 		return err
 	}
 	switch {
