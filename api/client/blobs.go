@@ -32,8 +32,8 @@ func (c *Client) StatBlob(ctx context.Context, repo string, d identity.Digest) (
 // where it stalls. It is not safe for concurrent use and must be closed.
 //
 // The errors are ErrRangeIgnored, ErrNotBlob, and api.ErrBlobUnknown where the repository does not hold the blob. The
-// bytes are not hashed here, and nothing is retried: a call that starts where the last one ended asks the registry for a
-// new redirect.
+// bytes are not hashed here, and nothing is retried, but for what a redirect led to: its link is used for as long as the
+// registry says, and where it is refused the registry is asked anew, at last to send the bytes itself.
 func (c *Client) Blob(ctx context.Context, repo string, d identity.Digest, off, n, total int64) (io.ReadCloser, error) {
 	return c.blob(ctx, repo, d, off, n, total, 0)
 }
@@ -51,11 +51,12 @@ func (c *Client) blob(ctx context.Context, repo string, d identity.Digest, off, 
 		return nil, fmt.Errorf("blob %s: bytes %d to %d of %d asked for", d, off, off+n, total)
 	}
 	r := call{method: http.MethodGet, path: api.PathBlob(repo, d), repo: repo, missing: api.ErrBlobUnknown}
+	r.header = map[string]string{}
 	part := n < total
 	if part {
-		r.header = map[string]string{"Range": fmt.Sprintf("bytes=%d-%d", off, off+n-1)}
+		r.header["Range"] = fmt.Sprintf("bytes=%d-%d", off, off+n-1)
 	}
-	resp, err := c.do(ctx, r, http.StatusOK, http.StatusPartialContent)
+	resp, err := c.read(ctx, r, d)
 	if err != nil {
 		return nil, err
 	}

@@ -59,6 +59,7 @@ type Client struct {
 	pace    pace
 	moved   atomic.Int64 // bytes of blobs that were received, or that a registry has said it holds
 	met     atomic.Bool  // the host has answered at least once
+	direct  direct
 }
 
 // New returns a client of the registry at host, which is a host or host:port. It opens no connection.
@@ -241,6 +242,7 @@ type call struct {
 	size         int64                     // of body
 	idle         time.Duration
 	missing      error // what a bare 404 means here
+	straight     bool  // path is a link that needs no login, and gets none
 }
 
 // do sends one request and returns the answer if its status is one of want; any other is a *StatusError. The body must
@@ -317,6 +319,9 @@ func (c *Client) send(ctx context.Context, r call, u *url.URL, watch *watch) (*h
 	req.Header.Set("Accept-Encoding", "identity")
 	for k, v := range r.header {
 		req.Header.Set(k, v)
+	}
+	if r.straight {
+		return c.auth.Client.Do(req)
 	}
 	if c.token != "" && u.Scheme == c.base.Scheme && u.Host == c.base.Host {
 		req.Header.Set("Authorization", "Bearer "+c.token)
@@ -466,6 +471,9 @@ func NewMirror(address string, o Options) (*Client, string, error) {
 	}
 	o.Anonymous = o.Anonymous || u.Scheme == "http" && !Loopback(u.Host)
 	c, err := open(base, "", sameHost, o)
+	if err == nil {
+		c.direct.never = true
+	}
 	return c, repo, err
 }
 

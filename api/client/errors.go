@@ -64,7 +64,7 @@ func newStatusError(resp *http.Response, r call, base *url.URL) *StatusError {
 		Host: u.Host, Method: r.method, Path: u.EscapedPath(), Status: resp.StatusCode,
 		ContentType: printable(resp.Header.Get("Content-Type")),
 		RetryAfter:  parseRetryAfter(resp.Header.Get("Retry-After"), time.Now()),
-		Redirected:  resp.Request.Response != nil && u.Host != base.Host,
+		Redirected:  r.straight || resp.Request.Response != nil && u.Host != base.Host,
 	}
 	if err := firstError(resp); err != nil {
 		e.Err = err

@@ -66,6 +66,7 @@ func (f *fetcher) inOrder(ctx context.Context, file File, begun bool) (err error
 			return mismatch
 		default:
 			again, from = true, f.registry()
+			from.Client.Doubt(file.Digest)
 			f.watch.Noted(file.Name, mismatch.Error()+"; fetching it anew")
 		}
 	}

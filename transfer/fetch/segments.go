@@ -475,7 +475,7 @@ func (r *run) bad(i int, blame bool) error {
 	off, n := d.states.Range(i)
 	d.mu.Lock()
 	d.idle[i] = true
-	if blame && !r.l.s.mirror {
+	if blame && !r.l.s.mirror && !r.l.s.Client.Doubt(d.file.Digest) {
 		d.wrong[i]++
 	}
 	times := d.wrong[i]
