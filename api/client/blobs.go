@@ -32,8 +32,8 @@ func (c *Client) StatBlob(ctx context.Context, repo string, d identity.Digest) (
 // where it stalls. It is not safe for concurrent use and must be closed.
 //
 // The errors are ErrRangeIgnored, ErrNotBlob, and api.ErrBlobUnknown where the repository does not hold the blob. The
-// bytes are not hashed here, and nothing is retried, but for what a redirect led to: its link is used for as long as the
-// registry says, and where it is refused the registry is asked anew, at last to send the bytes itself.
+// bytes are not hashed here, and nothing is retried, but for what a redirect led to: its link is used for as
+// long as the registry says, and where it is refused the registry is asked anew, at last to send the bytes itself.
 func (c *Client) Blob(ctx context.Context, repo string, d identity.Digest, off, n, total int64) (io.ReadCloser, error) {
 	return c.blob(ctx, repo, d, off, n, total, 0)
 }

@@ -8,16 +8,21 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"net/netip"
+	"os"
+	"os/exec"
+	"path/filepath"
 	"strings"
 	"testing"
 	"time"
 
 	"github.com/kiln-registry/kiln-registry/api"
+	"github.com/kiln-registry/kiln-registry/api/client"
 	"github.com/kiln-registry/kiln-registry/blobstore"
 	"github.com/kiln-registry/kiln-registry/blobstore/s3store"
 	"github.com/kiln-registry/kiln-registry/identity"
 	"github.com/kiln-registry/kiln-registry/index"
 	"github.com/kiln-registry/kiln-registry/index/memkv"
+	"github.com/kiln-registry/kiln-registry/internal/testenv"
 	"github.com/kiln-registry/kiln-registry/internal/tests3"
 	"github.com/kiln-registry/kiln-registry/registry"
 	"github.com/kiln-registry/kiln-registry/registry/access"
@@ -127,7 +132,7 @@ func TestSentOn(t *testing.T) {
 	}
 	second, body := s.ask("GET", path, nil, "Range", "bytes=4-8")
 	h := second.Header
-	if second.StatusCode != 307 || h.Get("Location") != to || h.Get("Content-Range") != "" || h.Get("Accept-Ranges") != "" ||
+	if second.StatusCode != 307 || h.Get("Location") != to || h.Get("Content-Range")+h.Get("Accept-Ranges") != "" ||
 		h.Get("Referrer-Policy") != "no-referrer" || h.Get(api.HeaderContentDigest) != identity.Sum(blob).String() ||
 		strings.Contains(string(body), "http") || len(body) > 100 {
 		t.Errorf("%d %v %q", second.StatusCode, h, body)
@@ -143,7 +148,8 @@ func TestSentOn(t *testing.T) {
 		part.Header.Get("Content-Range") != fmt.Sprintf("bytes 4-8/%d", len(blob)) {
 		t.Errorf("%d %q %v, %d %q %v", whole.StatusCode, got, whole.Header, part.StatusCode, some, part.Header)
 	}
-	if resp, _ := s.ask("GET", strings.Replace(to, identity.Sum(blob).Hex()[:8], "00000000", 1), nil); resp.StatusCode < 400 {
+	other := strings.Replace(to, identity.Sum(blob).Hex()[:8], "00000000", 1)
+	if resp, _ := s.ask("GET", other, nil); resp.StatusCode < 400 {
 		t.Errorf("another key: %d", resp.StatusCode)
 	}
 	if resp, _ := s.ask("PUT", to, blob); resp.StatusCode < 400 {
@@ -155,6 +161,21 @@ func TestSentOn(t *testing.T) {
 	if l := fmt.Sprintf("%v %+v %#v %s %q", blobstore.Link{URL: to}, blobstore.Link{URL: to}, blobstore.Link{URL: to},
 		blobstore.Link{URL: to}, blobstore.Link{URL: to}); strings.Contains(l, "http") {
 		t.Error("a printed link says its URL")
+	}
+}
+
+// TestOras: an unmodified client follows by itself.
+func TestOras(t *testing.T) {
+	s := newSite(t, all)
+	s.push(blob)
+	file := filepath.Join(t.TempDir(), "blob")
+	cmd := exec.CommandContext(t.Context(), filepath.Join(testenv.Root(t), ".tools/bin/oras"), "blob", "fetch",
+		"--plain-http", "--output", file, strings.TrimPrefix(s.url, "http://")+"/m@"+identity.Sum(blob).String())
+	if out, err := cmd.CombinedOutput(); err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+	if got, err := os.ReadFile(file); err != nil || !bytes.Equal(got, blob) || s.proxy.Count(tests3.GetObject) == 0 {
+		t.Errorf("%q, %v, %d reads of the bucket", got, err, s.proxy.Count(tests3.GetObject))
 	}
 }
 
@@ -186,4 +207,35 @@ func TestNotSentOn(t *testing.T) {
 	path = s.push(blob)
 	s.status(200, "GET", path)
 	s.status(307, "GET", path, "Range", "bytes=1-2")
+}
+
+// TestClient: the project's client asks the registry once for all ranges of a blob, and goes on through it where the
+// bucket can't be read by links.
+func TestClient(t *testing.T) {
+	s := newSite(t, all)
+	s.push(blob)
+	c, err := client.New(strings.TrimPrefix(s.url, "http://"), client.Options{Token: "secret"})
+	s.must(err)
+	t.Cleanup(c.Close)
+	read := func() {
+		t.Helper()
+		for off := range int64(len(blob)) {
+			body, err := c.Blob(t.Context(), "m", identity.Sum(blob), off, 1, int64(len(blob)))
+			s.must(err)
+			got, err := io.ReadAll(body)
+			body.Close()
+			if err != nil || string(got) != string(blob[off:off+1]) {
+				t.Fatalf("byte %d: %q, %v", off, got, err)
+			}
+		}
+	}
+	read()
+	if n := strings.Count(s.log.String(), `"status":307`); n != 1 || s.proxy.Count(tests3.GetObject) != len(blob) {
+		t.Errorf("%d redirects, %d reads of the bucket", n, s.proxy.Count(tests3.GetObject))
+	}
+	s.proxy.On(tests3.Any, tests3.Answer(403, "RequestTimeTooSkewed"))
+	read()
+	if n := s.proxy.Count(tests3.GetObject) - len(blob); n != 2 {
+		t.Errorf("the bucket was asked %d more times, want once by each link", n)
+	}
 }
