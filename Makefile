@@ -23,10 +23,10 @@ S3_STORE = $(if $(filter s3,$(STORE)),.tools/bin/versitygw)
 demo: build $(S3_STORE) ## the main job on embedded defaults; KEEP=1 stays up; STORE=s3 keeps the bytes in a bucket
 	scripts/demo.sh
 
-test: .tools/bin/versitygw $(filter .tools/bin/weed,.tools/bin/$(S3)) ## tests, and what they need; S3=weed: on that server
+test: .tools/bin/versitygw .tools/bin/oras $(filter .tools/bin/weed,.tools/bin/$(S3)) ## tests, and what they need; S3=weed: on that server
 	scripts/test.sh
 
-check: .tools/bin/staticcheck .tools/bin/govulncheck .tools/bin/versitygw ## gofmt, vet, staticcheck, imports, race, vulnerabilities
+check: .tools/bin/staticcheck .tools/bin/govulncheck .tools/bin/versitygw .tools/bin/oras ## gofmt, vet, staticcheck, imports, race, vulnerabilities
 	scripts/check.sh
 
 conformance: build .tools/bin/conformance ## OCI conformance, spec 1.1 and dev: passed, failed, skipped
