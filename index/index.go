@@ -381,9 +381,13 @@ type staying []string
 
 // has says whether a row stays: one that does not read back, or without the other half of its pair, does not.
 func (s staying) has(t tx, k, v []byte) (bool, error) {
-	if k[0] == tableState {
+	switch k[0] {
+	case tableState:
 		name, isNote := strings.CutPrefix(string(k[1:]), stateNote)
-		return string(k[1:]) == stateFormat || isNote && slices.Contains(s, name), nil
+		is := string(k[1:])
+		return is == stateFormat || is == stateRemoval || isNote && slices.Contains(s, name), nil
+	case tableGone, tableHolder, tableOwed, tableReplica:
+		return true, nil
 	}
 	p := split(k)
 	var row, pair key

@@ -22,10 +22,14 @@ const (
 	tableContent           = 'c' // manifest, and then one of the parts below
 	tableListed            = 'd' // repo, manifest, index: the index, a manifest too, lists the manifest
 	tableExpiry            = 'e' // until, blob, repo: a lease by the time it ends
+	tableGone              = 'g' // blob: number and time of the batch by which it was removed last
+	tableHolder            = 'h' // name: who has the lease of that name
 	tableLink              = 'k' // target, relation, repo, ~created, manifest: the manifest links to the target
 	tableLease             = 'l' // blob, repo: size, until
 	tableManifest          = 'm' // repo, manifest, and then one of the parts below
 	tableName              = 'n' // NameTarget, kind, repo, ~created, manifest: those of tableAggregate that have a name
+	tableOwed              = 'o' // repo, seq: the refs of a change that the store may lack
+	tableReplica           = 'p' // id: a process that uses the index
 	tableSequence          = 'q' // repo: no number above it was issued or seen
 	tableRepo              = 'r' // repo, ~created, manifest
 	tableSubject           = 's' // repo, subject, hash of the artifact type, ~created, manifest
@@ -36,6 +40,7 @@ const (
 	tableManifestGone      = 'y' // repo, manifest: seq of its last delete, kept also when it is put again
 	tableState             = 'z' // one of the names below
 	stateCheckpoint        = "checkpoint"
+	stateRemoval           = "removal"
 	stateFormat            = "format"
 	stateNote              = "note/" // and its name
 	stateReset             = "reset" // there while Reset is at work; the last key of all
@@ -204,5 +209,13 @@ func uploadKey(id string) key { return in(tableUpload).rest(id) }
 func uploadExpiryKey(u Upload) key { return in(tableUploadExpiry).oldest(u.Expires).rest(u.ID) }
 
 func sequenceKey(repo string) key { return in(tableSequence).text(repo) }
+
+func goneKey(d identity.Digest) key { return in(tableGone).sum(d) }
+
+func holderKey(name string) key { return in(tableHolder).rest(name) }
+
+func owedKey(repo string, seq uint64) key { return in(tableOwed).text(repo).ascending(seq) }
+
+func replicaKey(id string) key { return in(tableReplica).rest(id) }
 
 func stateKey(name string) key { return in(tableState).rest(name) }
