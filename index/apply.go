@@ -29,6 +29,11 @@ func (ix *Index) Apply(ctx context.Context, ops ...Op) error {
 	}
 	return ix.kv.Update(ctx, func(x Txn) error {
 		c := &change{tx: tx{x}}
+		if p, ok := x.(Prefetcher); ok {
+			if err := p.Prefetch(reads(ops)...); err != nil {
+				return err
+			}
+		}
 		for _, o := range ops {
 			if n, ok := o.(numbered); ok {
 				if err := c.raise(n.number()); err != nil {

@@ -26,6 +26,8 @@ var (
 	ErrReferred = errors.New("a manifest refers to it")
 	// ErrInUse: the engine's file is held by another process.
 	ErrInUse = errors.New("index is in use by another process")
+	// ErrUnavailable: the engine does not answer now. It may later.
+	ErrUnavailable = errors.New("the index is not available")
 	// ErrDamaged: the index does not read back as it was written; rebuild it from the store.
 	ErrDamaged = errors.New("index is damaged")
 	// ErrFormat: the index was written by a later program, with another key layout; rebuild it from the store.
@@ -179,7 +181,10 @@ type Query struct {
 	After string // where to go on: Cursor of the last record seen, or the next of a page; empty: from the start
 }
 
-// KV is an ordered key-value engine. Keys are compared as bytes; they have 1 to 32,768 bytes. Any number of goroutines
+// MaxKeyBytes is the longest key that every engine takes.
+const MaxKeyBytes = 2048
+
+// KV is an ordered key-value engine. Keys are compared as bytes; they have 1 to MaxKeyBytes bytes. Any number of goroutines
 // may use one. An engine that finds its data damaged returns ErrDamaged and does not panic.
 type KV interface {
 	// View runs fn on one consistent state. It is closed before View returns: fn must not do network or disk work of its
@@ -205,6 +210,11 @@ type Txn interface {
 	// Range yields the pairs with from <= key < to in ascending order; a nil to means to the end. The range must not be
 	// changed while it is walked.
 	Range(from, to []byte) iter.Seq2[[]byte, []byte]
+}
+
+// Prefetcher is a Txn to which a Get is a message to another machine. Prefetch asks for many keys, there or not, with one.
+type Prefetcher interface {
+	Prefetch(keys ...[]byte) error
 }
 
 // seqBlock is how many sequence numbers of a repository are made durable at once. What is left of a block when the

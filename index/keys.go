@@ -219,3 +219,47 @@ func owedKey(repo string, seq uint64) key { return in(tableOwed).text(repo).asce
 func replicaKey(id string) key { return in(tableReplica).rest(id) }
 
 func stateKey(name string) key { return in(tableState).rest(name) }
+
+// reads are the keys that ops are known to get.
+func reads(ops []Op) (keys [][]byte) {
+	get := func(ks ...key) {
+		for _, k := range ks {
+			keys = append(keys, k)
+		}
+	}
+	manifest := func(repo string, d identity.Digest) {
+		get(manifestGoneKey(repo, d), manifestKey(repo, d, partRecord))
+	}
+	for _, o := range ops {
+		if n, ok := o.(numbered); ok {
+			repo, _ := n.number()
+			get(sequenceKey(repo))
+		}
+		switch o := o.(type) {
+		case PutManifest:
+			manifest(o.Repo, o.Digest)
+			get(manifestKey(o.Repo, o.Digest, partRefers), contentKey(o.Digest, partBytes), contentKey(o.Digest, partShards))
+		case DeleteManifest:
+			manifest(o.Repo, o.Digest)
+			get(manifestKey(o.Repo, o.Digest, partRefers), manifestKey(o.Repo, o.Digest, partLists))
+		case PutTag:
+			manifest(o.Repo, o.Digest)
+			get(tagKey(o.Repo, o.Tag), tagGoneKey(o.Repo, o.Tag))
+		case DeleteTag:
+			get(tagKey(o.Repo, o.Tag), tagGoneKey(o.Repo, o.Tag))
+		case LinkBlob:
+			get(leaseKey(o.Digest, o.Repo))
+		case UnlinkBlob:
+			get(leaseKey(o.Digest, o.Repo))
+		case PutUpload:
+			get(uploadKey(o.ID))
+		case DeleteUpload:
+			get(uploadKey(o.ID))
+		case Next:
+			get(sequenceKey(o.Repo))
+		case Unremoved:
+			get(stateKey(stateRemoval))
+		}
+	}
+	return keys
+}

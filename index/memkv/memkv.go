@@ -17,9 +17,6 @@ import (
 	"github.com/kiln-registry/kiln-registry/index"
 )
 
-// maxKeyBytes is the longest key that every engine takes.
-const maxKeyBytes = 32768
-
 // Point is where an engine can fail.
 type Point string
 
@@ -284,7 +281,7 @@ func (t *txn) write(key []byte) error {
 	if !t.writable {
 		return errors.New("write in a view")
 	}
-	if len(key) == 0 || len(key) > maxKeyBytes {
+	if len(key) == 0 || len(key) > index.MaxKeyBytes {
 		return fmt.Errorf("write a key of %d bytes", len(key))
 	}
 	for _, r := range t.walking {
