@@ -37,6 +37,7 @@ var imports = map[string]string{
 	"index/extsort":            "",
 	"index/boltkv":             "index; go.etcd.io/bbolt",
 	"index/memkv":              "index",
+	"index/pgkv":               "index; github.com/jackc/pgx/v5",
 	"index/kvtest":             "index",
 	"registry/access":          "api identity; go.yaml.in/yaml/v3",
 	"registry/classify":        "api identity identity/documents identity/safetensors internal/strictjson; github.com/opencontainers/image-spec",
