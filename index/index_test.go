@@ -15,6 +15,8 @@ import (
 	"github.com/kiln-registry/kiln-registry/index"
 	"github.com/kiln-registry/kiln-registry/index/boltkv"
 	"github.com/kiln-registry/kiln-registry/index/memkv"
+	"github.com/kiln-registry/kiln-registry/index/pgkv"
+	"github.com/kiln-registry/kiln-registry/internal/testpg"
 )
 
 // epoch is when the tests' first manifest was accepted.
@@ -24,6 +26,18 @@ var epoch = time.Date(2024, 5, 1, 12, 0, 0, 123456789, time.UTC)
 func onEngines(t *testing.T, test func(t *testing.T, ix *index.Index)) {
 	t.Run("bolt", func(t *testing.T) { test(t, opened(t, openBolt(t))) })
 	t.Run("memory", func(t *testing.T) { test(t, opened(t, openMemory(t, new(memkv.Disk)))) })
+	t.Run("postgres", func(t *testing.T) { test(t, opened(t, openPostgres(t))) })
+}
+
+func TestMain(m *testing.M) { testpg.Main(m) }
+
+func openPostgres(t testing.TB) *pgkv.KV {
+	t.Helper()
+	kv, err := pgkv.Open(t.Context(), testpg.Shared(t).Database(t), pgkv.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return kv
 }
 
 func openBolt(t testing.TB) *boltkv.KV {

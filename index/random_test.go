@@ -17,6 +17,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/google/go-cmp/cmp/cmpopts"
+	"github.com/jackc/pgx/v5"
 	"pgregory.net/rapid"
 
 	"github.com/kiln-registry/kiln-registry/api"
@@ -24,6 +25,8 @@ import (
 	"github.com/kiln-registry/kiln-registry/index"
 	"github.com/kiln-registry/kiln-registry/index/boltkv"
 	"github.com/kiln-registry/kiln-registry/index/memkv"
+	"github.com/kiln-registry/kiln-registry/index/pgkv"
+	"github.com/kiln-registry/kiln-registry/internal/testpg"
 )
 
 // The world of the model test is small, so that names meet. Repository names try to run into one another's keys.
@@ -91,6 +94,35 @@ func (p *memPlace) crash() error {
 	return nil
 }
 
+// pgPlace is a schema of a database.
+type pgPlace struct {
+	url   string
+	count int
+}
+
+func (p *pgPlace) options() pgkv.Options {
+	return pgkv.Options{Schema: fmt.Sprint("place_", p.count), Conns: 4}
+}
+
+func (p *pgPlace) open() (index.KV, error) {
+	return pgkv.Open(context.Background(), p.url, p.options())
+}
+
+func (p *pgPlace) crash() error {
+	ctx, was := context.Background(), p.options().Schema
+	p.count++
+	kv, err := p.open()
+	if err != nil {
+		return err
+	}
+	c, err := pgx.Connect(ctx, p.url)
+	if err != nil {
+		return errors.Join(err, kv.Close())
+	}
+	_, err = c.Exec(ctx, fmt.Sprintf("insert into %s.kv select * from %s.kv", p.options().Schema, was))
+	return errors.Join(err, c.Close(ctx), kv.Close())
+}
+
 // world is an index, what it must answer, and the changes on their way.
 type world struct {
 	place  place
@@ -111,6 +143,7 @@ func TestModel(t *testing.T) {
 	}{
 		{"memory", "150", func() place { return &memPlace{new(memkv.Disk)} }},
 		{"bolt", "8", func() place { return &boltPlace{dir: t.TempDir()} }},
+		{"postgres", "2", func() place { return &pgPlace{url: testpg.Shared(t).Database(t)} }},
 	} {
 		t.Run(c.engine, func(t *testing.T) {
 			old := flag.Lookup("rapid.checks").Value.String()
