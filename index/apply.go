@@ -29,10 +29,8 @@ func (ix *Index) Apply(ctx context.Context, ops ...Op) error {
 	}
 	return ix.kv.Update(ctx, func(x Txn) error {
 		c := &change{tx: tx{x}}
-		if p, ok := x.(Prefetcher); ok {
-			if err := p.Prefetch(reads(ops)...); err != nil {
-				return err
-			}
+		if err := c.prefetch(reads(ops)); err != nil {
+			return err
 		}
 		for _, o := range ops {
 			if n, ok := o.(numbered); ok {

@@ -220,13 +220,22 @@ func replicaKey(id string) key { return in(tableReplica).rest(id) }
 
 func stateKey(name string) key { return in(tableState).rest(name) }
 
-// reads are the keys that ops are known to get.
-func reads(ops []Op) (keys [][]byte) {
-	get := func(ks ...key) {
-		for _, k := range ks {
-			keys = append(keys, k)
-		}
+// prefetch asks for keys that will be got.
+func (t tx) prefetch(keys []key) error {
+	p, ok := t.Txn.(Prefetcher)
+	if !ok || len(keys) == 0 {
+		return nil
 	}
+	all := make([][]byte, len(keys))
+	for i, k := range keys {
+		all[i] = k
+	}
+	return p.Prefetch(all...)
+}
+
+// reads are the keys that ops are known to get.
+func reads(ops []Op) (keys []key) {
+	get := func(ks ...key) { keys = append(keys, ks...) }
 	manifest := func(repo string, d identity.Digest) {
 		get(manifestGoneKey(repo, d), manifestKey(repo, d, partRecord))
 	}

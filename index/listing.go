@@ -251,6 +251,9 @@ func (c *change) relist() error {
 }
 
 func (c *change) relistOne(was touched) error {
+	if err := c.prefetch(was.keys); err != nil {
+		return err
+	}
 	old := make(map[string]bool, len(was.keys))
 	for _, k := range was.keys {
 		old[string(k)] = true
