@@ -50,21 +50,27 @@ type queryer interface {
 
 // version returns that of the tables; 0: there are none.
 func version(ctx context.Context, q queryer, schema string) (n int, err error) {
-	table := pgx.Identifier{schema, "version"}.Sanitize()
-	var there bool
-	if err := q.QueryRow(ctx, "select to_regclass($1) is not null", table).Scan(&there); err != nil || !there {
+	there, err := exists(ctx, q, "pg_class c join pg_namespace n on n.oid = c.relnamespace"+
+		" where c.relname = 'version' and n.nspname = $1", schema)
+	if err != nil || !there {
 		return 0, err
 	}
-	err = q.QueryRow(ctx, "select n from "+table).Scan(&n)
+	err = q.QueryRow(ctx, "select n from "+pgx.Identifier{schema, "version"}.Sanitize()).Scan(&n)
 	return n, err
+}
+
+// exists asks the catalog's tables: to_regclass and the like answer from a cache that may be of the transaction's start.
+func exists(ctx context.Context, q queryer, from, schema string) (there bool, err error) {
+	err = q.QueryRow(ctx, "select exists (select from "+from+")", schema).Scan(&there)
+	return there, err
 }
 
 // raise runs the migrations after the first has.
 func raise(ctx context.Context, x pgx.Tx, schema string, has int) error {
 	name := pgx.Identifier{schema}.Sanitize()
 	if has == 0 {
-		var there bool
-		if err := x.QueryRow(ctx, "select to_regnamespace($1) is not null", name).Scan(&there); err != nil {
+		there, err := exists(ctx, x, "pg_namespace where nspname = $1", schema)
+		if err != nil {
 			return err
 		}
 		steps := []string{"create schema " + name}

@@ -123,7 +123,7 @@ func (x *txn) commit() error {
 	b.Queue("commit")
 	data := x.conn.Conn().PgConn().CustomData()
 	delete(data, warned)
-	tag, err := send(ctx, x.conn, b)
+	tag, before, err := send(ctx, x.conn, b)
 	switch {
 	case err == nil && tag != "COMMIT":
 		return fmt.Errorf("the server answers a commit with %s", tag)
@@ -132,24 +132,27 @@ func (x *txn) commit() error {
 		return fmt.Errorf("%w: %v", errUnknown, data[warned])
 	case err == nil || !isGone(err):
 		return err
-	case len(x.writes.values) == 0 || pgconn.SafeToRetry(err):
+	case before || len(x.writes.values) == 0 || pgconn.SafeToRetry(err):
 		return fmt.Errorf("%w: %w", errLost, err)
 	}
 	return fmt.Errorf("%w: %w", errUnknown, err)
 }
 
-// send runs a batch in one round trip and returns what the server says to the last statement.
-func send(ctx context.Context, c *pgxpool.Conn, b *pgx.Batch) (tag string, err error) {
+// send runs a batch in one round trip and returns what the server says to the last statement. before says of an error
+// that it came before the server ran that one, for certain.
+func send(ctx context.Context, c *pgxpool.Conn, b *pgx.Batch) (tag string, before bool, err error) {
 	all := c.SendBatch(ctx, b)
-	for range b.Len() {
+	for n := range b.Len() {
 		t, err := all.Exec()
 		if err != nil {
 			all.Close()
-			return "", err
+			var answer *pgconn.PgError
+			var unsent pgx.ErrPreprocessingBatch
+			return "", errors.As(err, &unsent) || n < b.Len()-1 && errors.As(err, &answer), err
 		}
 		tag = t.String()
 	}
-	return tag, all.Close()
+	return tag, false, all.Close()
 }
 
 // end gives the connection back. The caller does not wait for the server to end the transaction.

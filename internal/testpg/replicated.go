@@ -117,7 +117,7 @@ func await(s *Server, sql, want string) error {
 func (r *Replicated) URL(database string) string { return urlOf(database, r.all...) }
 
 // KillPrimary kills the primary and its children with SIGKILL.
-func (r *Replicated) KillPrimary() { r.Primary.kill() }
+func (r *Replicated) KillPrimary() { r.Primary.Kill() }
 
 // Promote makes the standby the primary that has received most, once the primary is dead, and has it wait for nobody.
 func (r *Replicated) Promote(t testing.TB) {

@@ -209,8 +209,8 @@ func ask(url, sql string) (text string, err error) {
 	return text, err
 }
 
-// kill kills the server and its children, and forgets the shared memory that they leave.
-func (s *Server) kill() {
+// Kill kills the server and its children with SIGKILL, and forgets the shared memory that they leave.
+func (s *Server) Kill() {
 	b, _ := os.ReadFile(filepath.Join(s.data, "postmaster.pid"))
 	s.process.kill()
 	if lines := bytes.Split(b, []byte("\n")); len(lines) > 6 { // the seventh: key and id of the segment
