@@ -9,7 +9,7 @@ export KILN_TEST_S3 := $(S3)
 BINARIES := .bin/kiln-registry .bin/kiln-push .bin/kiln-pull
 PINS     := internal/tools/go.mod internal/tools/go.sum
 
-.PHONY: all build demo test check generate conformance fuzz interop chaos bench bench-doc device attach gpu-check docs clean $(BINARIES)
+.PHONY: all build demo test check generate conformance fuzz interop chaos bench bench-doc device attach gpu-check docs clean postgres $(BINARIES)
 
 all: build
 
@@ -23,10 +23,10 @@ S3_STORE = $(if $(filter s3,$(STORE)),.tools/bin/versitygw)
 demo: build $(S3_STORE) ## the main job on embedded defaults; KEEP=1 stays up; STORE=s3 keeps the bytes in a bucket
 	scripts/demo.sh
 
-test: .tools/bin/versitygw .tools/bin/oras $(filter .tools/bin/weed,.tools/bin/$(S3)) ## tests, and what they need; S3=weed: on that server
+test: postgres .tools/bin/versitygw .tools/bin/oras $(filter .tools/bin/weed,.tools/bin/$(S3)) ## tests, and what they need; S3=weed: on that server
 	scripts/test.sh
 
-check: .tools/bin/staticcheck .tools/bin/govulncheck .tools/bin/versitygw .tools/bin/oras ## gofmt, vet, staticcheck, imports, race, vulnerabilities
+check: postgres .tools/bin/staticcheck .tools/bin/govulncheck .tools/bin/versitygw .tools/bin/oras ## gofmt, vet, staticcheck, imports, race, vulnerabilities
 	scripts/check.sh
 
 conformance: build .tools/bin/conformance ## OCI conformance, spec 1.1 and dev: passed, failed, skipped
@@ -87,6 +87,9 @@ clean:
 .tools/bin/versitygw: $(wildcard internal/tools/s3/go.*)
 	cd internal/tools/s3 && go build -trimpath -buildvcs=false -o ../../../$@ \
 		github.com/versity/versitygw/cmd/versitygw
+
+postgres: ## PostgreSQL for the tests: the installed one, or Debian's in .tools/postgres
+	scripts/postgres.sh
 
 .tools/bin/registry: $(wildcard internal/tools/peers/go.*)
 	cd internal/tools/peers && CGO_ENABLED=0 go build -trimpath -buildvcs=false -o ../../../$@ \

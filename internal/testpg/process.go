@@ -11,6 +11,7 @@ import (
 	"runtime"
 	"slices"
 	"strconv"
+	"strings"
 	"syscall"
 	"time"
 )
@@ -93,8 +94,9 @@ func newCluster(root string) (*cluster, error) {
 func (c *cluster) command(name string, args ...string) *exec.Cmd {
 	cmd := exec.Command(filepath.Join(c.bin, name), args...)
 	cmd.Dir = c.dir
-	libs := filepath.Join(c.bin, "../lib") // of a PostgreSQL that is not installed
-	cmd.Env = []string{"PATH=/usr/bin:/bin", "LC_ALL=C", "TZ=UTC", "PGPASSWORD=" + password, "LD_LIBRARY_PATH=" + libs}
+	libs, _ := filepath.Glob(filepath.Join(c.bin, "../../../*-linux-gnu")) // of a PostgreSQL that is not installed
+	cmd.Env = []string{"PATH=/usr/bin:/bin", "LC_ALL=C", "TZ=UTC", "PGPASSWORD=" + password,
+		"LD_LIBRARY_PATH=" + strings.Join(libs, ":")}
 	cmd.SysProcAttr = &syscall.SysProcAttr{Credential: c.as, Pdeathsig: syscall.SIGQUIT}
 	return cmd
 }
