@@ -191,7 +191,7 @@ func TestRangeOfOwnWrites(t *testing.T) {
 		t.Fatal(err)
 	}
 	err := kv.Update(t.Context(), func(x index.Txn) error {
-		for i := range 5000 {
+		for i := 4999; i >= 0; i-- {
 			var err error
 			switch {
 			case i%6 == 0:
