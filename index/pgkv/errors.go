@@ -42,8 +42,12 @@ func isGone(err error) bool {
 	if !errors.As(err, &e) {
 		return true
 	}
-	return e.Code == codeReadOnly || e.Code == codeConnections || e.Code == codeIdle || strings.HasPrefix(e.Code, classConnection) ||
-		strings.HasPrefix(e.Code, classOperator) || e.SeverityUnlocalized == "FATAL" || e.SeverityUnlocalized == "PANIC"
+	switch {
+	case e.Code == codeReadOnly, e.Code == codeConnections, e.Code == codeIdle,
+		strings.HasPrefix(e.Code, classConnection), strings.HasPrefix(e.Code, classOperator):
+		return true
+	}
+	return e.SeverityUnlocalized == "FATAL" || e.SeverityUnlocalized == "PANIC"
 }
 
 // unavailable is the error for one of connecting.

@@ -59,7 +59,7 @@ func version(ctx context.Context, q queryer, schema string) (n int, err error) {
 	return n, err
 }
 
-// exists asks the catalog's tables: to_regclass and the like answer from a cache that may be of the transaction's start.
+// exists asks the catalog's tables: to_regclass and the like answer from a cache that may be of before the transaction.
 func exists(ctx context.Context, q queryer, from, schema string) (there bool, err error) {
 	err = q.QueryRow(ctx, "select exists (select from "+from+")", schema).Scan(&there)
 	return there, err

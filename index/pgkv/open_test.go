@@ -34,11 +34,13 @@ func TestMigrateAtOnce(t *testing.T) {
 		})
 	}
 	wg.Wait()
-	if got := testpg.Exec(t, database, "select string_agg(n::text, ',') from kiln.version"); got != fmt.Sprint(len(migrations)) {
+	got := testpg.Exec(t, database, "select string_agg(n::text, ',') from kiln.version")
+	if got != fmt.Sprint(len(migrations)) {
 		t.Errorf("version %q", got)
 	}
 	testpg.Exec(t, database, "update kiln.version set n = 99")
-	if _, err := Open(t.Context(), database, Options{}); !errors.Is(err, index.ErrFormat) || !strings.Contains(err.Error(), "99") {
+	_, err := Open(t.Context(), database, Options{})
+	if !errors.Is(err, index.ErrFormat) || !strings.Contains(err.Error(), "99") {
 		t.Errorf("tables of a later version: %v", err)
 	}
 }
@@ -101,7 +103,8 @@ func TestDefaults(t *testing.T) {
 		t.Errorf("%v to connect, %d connections", c.ConnConfig.ConnectTimeout, c.MaxConns)
 	}
 	c, err = configure("postgres://h/db?connect_timeout=7&pool_max_conns=3&target_session_attrs=any", Options{})
-	if err != nil || c.ConnConfig.ConnectTimeout != 7*time.Second || c.ConnConfig.ValidateConnect != nil || c.MaxConns != 3 {
+	if err != nil || c.ConnConfig.ConnectTimeout != 7*time.Second || c.ConnConfig.ValidateConnect != nil ||
+		c.MaxConns != 3 {
 		t.Errorf("what the URL says does not hold: %v", err)
 	}
 }

@@ -2,10 +2,10 @@
 // at once. What Update has acknowledged is on the primary's disk and, where the server has synchronous standbys, on
 // those that it waits for.
 //
-// Updates are SERIALIZABLE transactions. The server ends one of those that would not fit one after another; it then runs
-// again, after a short random wait, and the second time only one at a time in a process. Where many rows are read in an
-// update PostgreSQL takes whole tables for read, so that updates that have nothing to do with each other meet: a server
-// for a busy registry has max_pred_locks_per_transaction = 1024 or more.
+// Updates are SERIALIZABLE transactions. The server ends one of those that would not fit one after another. It then runs
+// again, after a short random wait, and from the second try on only one at a time in a process. Where many rows are read
+// in an update PostgreSQL takes whole tables for read, so that updates that have nothing to do with each other meet: a
+// server for a busy registry has max_pred_locks_per_transaction = 1024 or more.
 package pgkv
 
 import (
@@ -63,8 +63,8 @@ type KV struct {
 	active sync.WaitGroup // transactions
 }
 
-// Open connects to the database of a URL, postgres://USER@HOST1,HOST2,HOST3/DATABASE, and brings its tables to what this
-// program knows, which any number of processes may do at once. Of several hosts the one is used that takes writes
+// Open connects to the database of a URL, postgres://USER@HOST1,HOST2,HOST3/DATABASE, and brings its tables to what
+// this program knows, which any number of processes may do at once. Of several hosts the one is used that takes writes
 // (target_session_attrs=read-write), and each has 2 s to answer (connect_timeout=2), unless the URL says otherwise.
 // No error shows the password. index.ErrUnavailable, index.ErrFormat.
 func Open(ctx context.Context, url string, o Options) (*KV, error) {

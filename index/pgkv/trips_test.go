@@ -48,7 +48,7 @@ func (s *trips) tune(c *pgxpool.Config) {
 	}
 }
 
-// of returns the round trips for which fn waits. The statements have been prepared, and no connection ends a transaction.
+// of returns the round trips for which fn waits. No connection is still ending a transaction.
 func (s *trips) of(t *testing.T, kv *KV, fn func() error) int64 {
 	t.Helper()
 	if _, err := kv.Now(t.Context()); err != nil { // waits for the connection
@@ -99,8 +99,8 @@ func artifact(repo string, seq uint64, base identity.Aggregate, blobs int) index
 	return p
 }
 
-// TestManifestOfManyShards: a manifest of 4,096 shards, with its tag and the leases of its blobs, is one transaction of a
-// few round trips, and so is that of one shard.
+// TestManifestOfManyShards: a manifest of 4,096 shards, with its tag, is one transaction of a few round trips, as is
+// one of one shard.
 func TestManifestOfManyShards(t *testing.T) {
 	var s trips
 	kv, ix := opened(t, testpg.Shared(t).Database(t), Options{tune: s.tune})

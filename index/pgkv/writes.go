@@ -59,7 +59,7 @@ const (
 	batchBytes = 8 << 20
 )
 
-// queue adds the statements that write to a batch. They go by key, so that updates seldom wait for each other in a ring.
+// queue adds the statements that write to a batch, in order of key: so updates seldom wait for each other in a ring.
 func (w *writes) queue(b *pgx.Batch, sql statements) {
 	var keys, values, gone [][]byte
 	size := 0

@@ -31,7 +31,7 @@ func programs(root string) (string, error) {
 			}
 		}
 	}
-	return "", fmt.Errorf("no PostgreSQL for the tests (hint: make test, or set KILN_TEST_PG to the folder of its programs)")
+	return "", fmt.Errorf("no PostgreSQL for the tests (hint: make test, or set KILN_TEST_PG to its bin folder)")
 }
 
 func release(bin string) int {

@@ -1,4 +1,4 @@
-// Package testpg runs PostgreSQL for tests: servers of the test's own, on loopback ports and in folders that go with it.
+// Package testpg runs PostgreSQL for tests: servers of the test's own, on loopback ports, in folders that go with it.
 // Only tests import it.
 package testpg
 
