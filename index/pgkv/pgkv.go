@@ -2,10 +2,10 @@
 // at once. What Update has acknowledged is on the primary's disk and, where the server has synchronous standbys, on
 // those that it waits for.
 //
-// Updates are SERIALIZABLE transactions. The server ends one of those that would not fit one after another. It then runs
-// again, after a short random wait, and from the second try on only one at a time in a process. Where many rows are read
-// in an update PostgreSQL takes whole tables for read, so that updates that have nothing to do with each other meet: a
-// server for a busy registry has max_pred_locks_per_transaction = 1024 or more.
+// Updates are SERIALIZABLE transactions. The server ends one of those that would not fit one after another. It then
+// runs again, after a short random wait, and from the second try on only one at a time in a process. Where many rows are
+// read in an update PostgreSQL takes whole tables for read, so that updates that have nothing to do with each other
+// meet: a server for a busy registry has max_pred_locks_per_transaction = 1024 or more.
 package pgkv
 
 import (
