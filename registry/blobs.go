@@ -327,9 +327,12 @@ func (r *Registry) shortestLease(ctx context.Context) (l leaseLength, err error)
 	return l, nil
 }
 
-// uses is upkeep.Collector.Uses. Where the terms give a shorter lease than was promised, a blob stays in use in a
+// uses is upkeep.Collector.Uses. A blob is in use while a link to it may serve. Where the terms give a shorter lease than was promised, a blob stays in use in a
 // repository to which an upload is open, unless they are to be forced.
 func (r *Registry) uses(ctx context.Context, d identity.Digest, now time.Time, t upkeep.Terms) (bool, error) {
+	if r.links.Serve(d) {
+		return true, nil
+	}
 	if t.Lease <= 0 {
 		return r.ix.Uses(ctx, d, now)
 	}

@@ -70,9 +70,6 @@ type Config struct {
 	Checked func(context.Context) error
 	// Redirect says who is sent on to the store for the bytes of blobs; nil: nobody. The store must be a blobstore.Linker.
 	Redirect *redirect.Rules
-	// Hold is how long a blob that nothing refers to any more is kept all the same, as somebody may have a link to it:
-	// Redirect.Hold. Zero: not at all.
-	Hold time.Duration
 }
 
 // Registry is a registry. It is safe for concurrent use. It owns none of its parts: whoever made them closes them,

@@ -36,8 +36,8 @@ type Rules struct {
 	Networks []netip.Prefix // of callers that are sent on, by the address that the connection comes from; empty: all
 }
 
-// Hold is for how long the bytes of a copy may still be asked for by a link once nobody gets a new one.
-func (r Rules) Hold() time.Duration { return r.TTL + Skew }
+// hold is for how long the bytes of a copy may still be asked for by a link once nobody gets a new one.
+func (r Rules) hold() time.Duration { return r.TTL + Skew }
 
 // near says whether an address of the form host:port is one of a caller that is sent on.
 func (r Rules) near(remote string) bool {
@@ -67,21 +67,19 @@ type Links struct {
 	log   *slog.Logger
 	now   func() time.Time
 
-	mu   sync.Mutex // guards kept and told
-	kept map[copyOf]*kept
-	told time.Time // when it was said last that none can be had
+	mu    sync.Mutex // guards what follows
+	kept  map[identity.Digest]*kept
+	since time.Time // what was given before that is not known
+	told  time.Time // when it was said last that none can be had
 }
 
-type copyOf struct {
-	digest     identity.Digest
-	generation string
-}
-
-// kept is a link to one copy.
+// kept is a link to a copy of one blob.
 type kept struct {
-	mu    sync.Mutex // held while it is made, so that many who ask at a time wait for one
-	link  blobstore.Link
-	until time.Time // until when it is given
+	mu         sync.Mutex // held while it is made, so that many who ask at a time wait for one
+	generation string     // of the copy
+	link       blobstore.Link
+	until      time.Time // until when it is given
+	serves     time.Time // until when any that was given for the blob may serve, by the clocks of all
 }
 
 // New returns the links to blobs of a store, by rules. Nil rules: nobody gets any.
@@ -96,7 +94,8 @@ func New(rules *Rules, store blobstore.Store, log *slog.Logger, now func() time.
 	if rules.TTL < time.Minute {
 		return nil, fmt.Errorf("redirects: links for %s: want a minute at least", rules.TTL)
 	}
-	return &Links{rules: *rules, store: linker, log: log, now: now, kept: map[copyOf]*kept{}}, nil
+	return &Links{rules: *rules, store: linker, log: log, now: now, kept: map[identity.Digest]*kept{},
+		since: now()}, nil
 }
 
 // Wanted says whether a request for a blob is to be sent on: it is large enough, the request comes from where the store
@@ -109,11 +108,11 @@ func (l *Links) Wanted(req *http.Request, i blobstore.Info) bool {
 // Link returns a link to a copy that serves it for half of the TTL at least, or as long as the store's credentials. An
 // error says that there is none now; it was logged, unless that happens all the time.
 func (l *Links) Link(ctx context.Context, i blobstore.Info) (blobstore.Link, error) {
-	k := l.of(i)
+	k := l.of(i.Digest)
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	now := l.now()
-	if now.Before(k.until) {
+	if k.generation == i.Generation && now.Before(k.until) {
 		return k.link, nil
 	}
 	link, err := l.store.Link(ctx, i, l.rules.TTL)
@@ -126,22 +125,45 @@ func (l *Links) Link(ctx context.Context, i blobstore.Info) (blobstore.Link, err
 		}
 		return blobstore.Link{}, err
 	}
-	k.link, k.until = link, now.Add(link.Until.Sub(now)/2)
+	k.generation, k.link, k.until = i.Generation, link, now.Add(link.Until.Sub(now)/2)
+	if end := link.Until.Add(Skew); end.After(k.serves) {
+		k.serves = end
+	}
 	return link, nil
 }
 
-// of returns what is kept of a copy.
-func (l *Links) of(i blobstore.Info) *kept {
+// Serve says whether somebody may have a link to a blob that still serves, so that its bytes have to stay. Those that an
+// earlier process gave are not known: for as long as one of them may serve, there may be one to every blob.
+func (l *Links) Serve(d identity.Digest) bool {
+	if l == nil {
+		return false
+	}
+	now := l.now()
+	l.mu.Lock()
+	k, since := l.kept[d], l.since
+	l.mu.Unlock()
+	if now.Before(since.Add(l.rules.hold())) {
+		return true
+	} else if k == nil {
+		return false
+	}
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	return now.Before(k.serves)
+}
+
+// of returns what is kept of a blob.
+func (l *Links) of(d identity.Digest) *kept {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	at := copyOf{i.Digest, i.Generation}
-	k := l.kept[at]
+	k := l.kept[d]
 	if k == nil {
-		if len(l.kept) >= maxKept {
-			clear(l.kept) // once in many thousand links: whoever asks next gets another one
+		if len(l.kept) >= maxKept { // once in many thousand links: whoever asks next gets another one
+			clear(l.kept)
+			l.since = l.now()
 		}
 		k = new(kept)
-		l.kept[at] = k
+		l.kept[d] = k
 	}
 	return k
 }

@@ -27,6 +27,7 @@ import (
 	"github.com/kiln-registry/kiln-registry/registry"
 	"github.com/kiln-registry/kiln-registry/registry/access"
 	"github.com/kiln-registry/kiln-registry/registry/redirect"
+	"github.com/kiln-registry/kiln-registry/registry/upkeep"
 )
 
 func TestMain(m *testing.M) { tests3.Main(m) }
@@ -35,6 +36,7 @@ func TestMain(m *testing.M) { tests3.Main(m) }
 type site struct {
 	*testing.T
 	store *s3store.Store
+	reg   *registry.Registry
 	proxy *tests3.Proxy
 	url   string
 	log   bytes.Buffer
@@ -59,7 +61,7 @@ func newSite(t *testing.T, rules redirect.Rules, with ...func(*registry.Config))
 	s.must(err)
 	c := registry.Config{
 		Store: s.store, Refs: s.store, Uploads: s.store, Index: ix, Access: access.Open(), Redirect: &rules,
-		Hold: rules.Hold(), Log: slog.New(slog.NewJSONHandler(&s.log, &slog.HandlerOptions{Level: slog.LevelDebug})),
+		Log: slog.New(slog.NewJSONHandler(&s.log, &slog.HandlerOptions{Level: slog.LevelDebug})),
 	}
 	for _, f := range with {
 		f(&c)
@@ -67,6 +69,7 @@ func newSite(t *testing.T, rules redirect.Rules, with ...func(*registry.Config))
 	r, err := registry.New(c)
 	s.must(err)
 	s.must(r.Replay(t.Context()))
+	s.reg = r
 	server := httptest.NewServer(r)
 	t.Cleanup(server.Close)
 	s.url = server.URL
@@ -207,6 +210,34 @@ func TestNotSentOn(t *testing.T) {
 	path = s.push(blob)
 	s.status(200, "GET", path)
 	s.status(307, "GET", path, "Range", "bytes=1-2")
+}
+
+// TestCollected: what nobody refers to stays until the last link to it has ended, and after a start until none of an
+// earlier process can serve.
+func TestCollected(t *testing.T) {
+	now := time.Now().Add(time.Second - all.TTL - redirect.Skew) // so that the link is given by the store's clock
+	s := newSite(t, all, func(c *registry.Config) {
+		c.Clock, c.Lease = func() time.Time { return now }, time.Minute
+	})
+	other := []byte("another blob that nobody asks for")
+	s.push(blob)
+	s.push(other)
+	collected := func(want int64) {
+		t.Helper()
+		did, err := s.reg.Collector().Collect(t.Context(), upkeep.Terms{Force: true})
+		if err != nil || did.Removed.Blobs != want {
+			t.Errorf("%v: %+v, want %d removed", err, did, want)
+		}
+	}
+	now = now.Add(all.TTL + redirect.Skew - time.Second)
+	collected(0)
+	linked, alone := s.push(blob), s.push(other) // visible again
+	s.status(307, "GET", linked)
+	now = now.Add(2 * time.Minute) // the leases are over
+	collected(1)
+	s.status(404, "HEAD", alone)
+	now = now.Add(all.TTL + redirect.Skew)
+	collected(1)
 }
 
 // TestClient: the project's client asks the registry once for all ranges of a blob, and goes on through it where the

@@ -66,11 +66,3 @@ func (d *redirecting) check(at home.Place, secure bool) error {
 	d.rules = &rules
 	return nil
 }
-
-// hold is how long what is no longer used stays for those who have a link to it.
-func (d *redirecting) hold() time.Duration {
-	if d.rules == nil {
-		return 0
-	}
-	return d.rules.Hold()
-}

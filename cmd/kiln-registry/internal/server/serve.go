@@ -124,7 +124,7 @@ func (s *serving) run(ctx context.Context, stdout, stderr io.Writer) error {
 	o := home.Opening{
 		Home: s.Home, CheckLater: checkLater, Metrics: s.metering.open(s.Place, log), MetricsHere: s.metering.here,
 		Config: registry.Config{Access: gate, Log: log, IdleTimeout: s.idle, ReadOnly: s.readOnly, Immutable: s.immutable,
-			Lease: s.lease, VerifyReads: s.verify, Redirect: s.redirecting.rules, Hold: s.redirecting.hold()},
+			Lease: s.lease, VerifyReads: s.verify, Redirect: s.redirecting.rules},
 	}
 	p, err := o.Open(ctx)
 	if err != nil {
