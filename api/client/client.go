@@ -266,7 +266,7 @@ func (c *Client) do(ctx context.Context, r call, want ...int) (*http.Response, e
 		if s := refusedLogin(err, r, u); s != nil {
 			return nil, s
 		}
-		return nil, fmt.Errorf("%s %s: %w", r.method, trimQuery(u), watch.cause(plain(err)))
+		return nil, fmt.Errorf("%s %s: %w", r.method, trimQuery(u), away(err, u, watch.cause(plain(err))))
 	}
 	c.met.Store(true)
 	resp.Body = &watched{ReadCloser: resp.Body, watch: watch}

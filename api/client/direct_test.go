@@ -6,6 +6,7 @@ import (
 	"io"
 	"net/http"
 	"net/http/httptest"
+	"strings"
 	"testing"
 	"time"
 
@@ -89,5 +90,36 @@ func TestDoubt(t *testing.T) {
 		if c.Doubt(digest) != (want != string(content)) {
 			t.Errorf("doubt after %q", want)
 		}
+	}
+}
+
+// TestUnreachableLink: a blob comes from the registry where the host that it sends its clients to can't be reached.
+func TestUnreachableLink(t *testing.T) {
+	elsewhere := httptest.NewServer(http.NotFoundHandler())
+	elsewhere.Close()
+	asked := 0
+	c := dial(t, func(w http.ResponseWriter, r *http.Request) {
+		if asked++; r.Header.Get(api.HeaderRedirect) == api.RedirectOff {
+			http.ServeContent(w, r, "", time.Time{}, bytes.NewReader(content))
+			return
+		}
+		w.Header().Set("Cache-Control", "max-age=600")
+		http.Redirect(w, r, elsewhere.URL+"/b?signature=1", http.StatusTemporaryRedirect)
+	}, Options{})
+	for _, want := range []int{2, 3} {
+		body, err := c.Blob(t.Context(), "m", digest, 4, 2, 16)
+		if err != nil {
+			t.Fatal(err)
+		}
+		got, err := io.ReadAll(body)
+		body.Close()
+		if err != nil || !bytes.Equal(got, content[4:6]) || asked != want {
+			t.Errorf("%q, %v, asked %d times", got, err, asked)
+		}
+	}
+	_, err := c.StatBlob(t.Context(), "m", digest)
+	if err == nil || !strings.Contains(err.Error(), "sent on to "+strings.TrimPrefix(elsewhere.URL, "http://")) ||
+		strings.Contains(err.Error(), "signature") {
+		t.Errorf("%v", err)
 	}
 }
