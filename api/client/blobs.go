@@ -245,7 +245,7 @@ func (s *direct) forget(d identity.Digest) {
 func (s *direct) pass(d identity.Digest) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.through[d] {
+	if s.never || s.through[d] {
 		return false
 	}
 	if s.through == nil {
