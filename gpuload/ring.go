@@ -20,13 +20,14 @@ const (
 	hashPiece        = 256 << 10
 	pageSize         = 4096
 	smallChunk       = 1 << 20 // chunks get this small before lanes are given up
+	smallRing        = 8       // buffers of one lane that are that small: three of them even out too little
 	pinTries         = 4       // sizes of the buffers that are tried, each half of the one before
 )
 
 // Options says how a load goes about its work. The zero value is the default.
 type Options struct {
 	ChunkBytes int64 // bytes of one buffer, rounded up to 4096; 0: DefaultChunk
-	Ring       int   // buffers of one lane; 0: DefaultRing
+	Ring       int   // buffers of one lane; 0: DefaultRing, and 8 where a buffer has 1 MiB at most
 	Lanes      int   // shards in work at once; 0: DefaultLanes
 	MaxBuffer  int64 // limit on Lanes × Ring × ChunkBytes, pinned or not, kept by smaller ones; 0: DefaultMaxBuffer
 	Reserve    int64 // device memory to leave free; 0: DefaultReserve, negative: none
@@ -52,6 +53,9 @@ func (o Options) shaped(p Plan) (Options, error) {
 	o.MaxBuffer = orDefault(o.MaxBuffer, DefaultMaxBuffer)
 	o.ChunkBytes = roundUp(min(orDefault(o.ChunkBytes, DefaultChunk), largest+directAlign), pageSize)
 	o.Lanes = min(orDefault(o.Lanes, DefaultLanes), len(p.Shards))
+	if o.Ring == 0 && o.ChunkBytes <= smallChunk {
+		o.Ring = smallRing
+	}
 	o.Ring = orDefault(o.Ring, DefaultRing)
 	if chunks := (largest + o.ChunkBytes - 1) / o.ChunkBytes; chunks < int64(o.Ring) {
 		o.Ring = int(chunks)

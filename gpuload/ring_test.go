@@ -41,7 +41,7 @@ func TestLockLimit(t *testing.T) {
 			var lines []string
 			target := new(pinning)
 			r, err := gpuload.Load(t.Context(), p, src, target, gpuload.Options{
-				ChunkBytes: 1 << 20, Lanes: 2, Reserve: -1, Notify: func(line string) { lines = append(lines, line) },
+				ChunkBytes: 1 << 20, Ring: 3, Lanes: 2, Reserve: -1, Notify: func(line string) { lines = append(lines, line) },
 			})
 			if err != nil {
 				t.Fatal(err)
