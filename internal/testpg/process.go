@@ -3,17 +3,16 @@ package testpg
 import (
 	"bytes"
 	"fmt"
-	"net"
 	"os"
 	"os/exec"
 	"os/user"
 	"path/filepath"
-	"runtime"
 	"slices"
 	"strconv"
 	"strings"
 	"syscall"
-	"time"
+
+	"github.com/kiln-registry/kiln-registry/internal/testproc"
 )
 
 // programs returns the folder of PostgreSQL's programs: $KILN_TEST_PG, or what make test has put into .tools, or the
@@ -97,7 +96,7 @@ func (c *cluster) command(name string, args ...string) *exec.Cmd {
 	libs, _ := filepath.Glob(filepath.Join(c.bin, "../../../*-linux-gnu")) // of a PostgreSQL that is not installed
 	cmd.Env = []string{"PATH=/usr/bin:/bin", "LC_ALL=C", "TZ=UTC", "PGPASSWORD=" + password,
 		"LD_LIBRARY_PATH=" + strings.Join(libs, ":")}
-	cmd.SysProcAttr = &syscall.SysProcAttr{Credential: c.as, Pdeathsig: syscall.SIGQUIT}
+	cmd.SysProcAttr = &syscall.SysProcAttr{Credential: c.as}
 	return cmd
 }
 
@@ -110,47 +109,13 @@ func (c *cluster) run(name string, args ...string) error {
 	return nil
 }
 
-// process is a server, with its children, that ends when the test's process does.
-type process struct {
-	cmd  *exec.Cmd
-	done chan struct{} // closed when it has ended
-}
-
-func start(cmd *exec.Cmd) (*process, error) {
-	p := &process{cmd, make(chan struct{})}
-	started := make(chan error)
-	go func() { // its end is signaled when the thread ends that started it
-		runtime.LockOSThread()
-		defer close(p.done)
-		err := cmd.Start()
-		started <- err
-		if err == nil {
-			_ = cmd.Wait()
-		}
-	}()
-	return p, <-started
-}
-
-// signal sends a signal and waits until the server has ended.
-func (p *process) signal(s os.Signal) {
-	_ = p.cmd.Process.Signal(s)
-	patience := time.NewTimer(10 * time.Second)
-	defer patience.Stop()
-	select {
-	case <-p.done:
-	case <-patience.C:
-		_ = p.cmd.Process.Kill()
-		<-p.done
-	}
-}
-
-// kill kills the server and its children at once, as a machine that loses power does.
-func (p *process) kill() {
-	all := append(children(p.cmd.Process.Pid), p.cmd.Process.Pid)
+// kill kills a server and its children at once, as a machine that loses power does.
+func kill(p *testproc.Process) {
+	all := append(children(p.Cmd.Process.Pid), p.Cmd.Process.Pid)
 	for _, pid := range all {
 		_ = syscall.Kill(pid, syscall.SIGKILL)
 	}
-	<-p.done
+	<-p.Done
 }
 
 // children are the processes whose parent has a pid.
@@ -165,13 +130,4 @@ func children(pid int) (found []int) {
 		}
 	}
 	return found
-}
-
-func freePort() (int, error) {
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		return 0, err
-	}
-	defer l.Close()
-	return l.Addr().(*net.TCPAddr).Port, nil
 }

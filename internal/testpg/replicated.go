@@ -38,7 +38,7 @@ func replicated(t testing.TB, n int) (*Replicated, error) {
 	r := &Replicated{}
 	t.Cleanup(func() {
 		for _, s := range r.all {
-			s.process.signal(syscall.SIGQUIT)
+			s.stop()
 		}
 		if err := os.RemoveAll(c.dir); err != nil {
 			t.Error(err)
@@ -55,7 +55,7 @@ func replicated(t testing.TB, n int) (*Replicated, error) {
 	for i := range n {
 		name := fmt.Sprintf("standby_%d", i+1)
 		s := &Server{cluster: c, data: filepath.Join(c.dir, name)}
-		from := fmt.Sprintf("host=127.0.0.1 port=%d user=kiln application_name=%s", r.Primary.port, name)
+		from := fmt.Sprintf("host=127.0.0.1 port=%s user=kiln application_name=%s", r.Primary.port, name)
 		if err := c.run("pg_basebackup", "-d", from, "-R", "-c", "fast", "--no-sync", "-D", s.data); err != nil {
 			return nil, err
 		}
@@ -94,7 +94,7 @@ func (s *Server) synchronous(names string) error {
 	if _, err := f.WriteString(line); err != nil {
 		return err
 	}
-	return s.process.cmd.Process.Signal(syscall.SIGHUP)
+	return s.process.Cmd.Process.Signal(syscall.SIGHUP)
 }
 
 // await asks until a server gives that answer.
@@ -139,7 +139,7 @@ func (r *Replicated) Promote(t testing.TB) {
 		err = os.Chown(signal, int(as.Uid), int(as.Gid))
 	}
 	if err == nil {
-		err = s.process.cmd.Process.Signal(syscall.SIGUSR1)
+		err = s.process.Cmd.Process.Signal(syscall.SIGUSR1)
 	}
 	if err == nil {
 		err = s.synchronous("")

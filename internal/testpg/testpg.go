@@ -21,6 +21,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kiln-registry/kiln-registry/internal/testenv"
+	"github.com/kiln-registry/kiln-registry/internal/testproc"
 )
 
 // password is that of the user kiln, a superuser.
@@ -30,8 +31,8 @@ var password = rand.Text()
 type Server struct {
 	cluster *cluster
 	data    string // folder
-	port    int
-	process *process
+	port    string
+	process *testproc.Process
 }
 
 // shared is the server that the tests of one process have in common.
@@ -67,7 +68,7 @@ func Main(m *testing.M) {
 	shared.Unlock()
 	code := m.Run()
 	if s := shared.server; s != nil {
-		s.process.signal(syscall.SIGQUIT)
+		s.stop()
 		_ = os.RemoveAll(s.cluster.dir)
 	}
 	os.Exit(code)
@@ -100,28 +101,36 @@ func (c *cluster) init(name string) (*Server, error) {
 // takes the port first.
 func (s *Server) start(settings ...string) (err error) {
 	for range 5 {
-		if s.port, err = freePort(); err != nil {
-			return err
-		}
-		args := append([]string{"-D", s.data, "-p", strconv.Itoa(s.port), "-clisten_addresses=127.0.0.1",
-			"-cunix_socket_directories=", "-cmax_connections=200", "-cshared_buffers=64MB", "-cwal_keep_size=512MB",
-			"-clog_line_prefix=%m [%p] "}, settings...)
-		cmd := s.cluster.command("postgres", args...)
-		log, err := os.OpenFile(s.data+".log", os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o600)
-		if err != nil {
-			return err
-		}
-		defer log.Close()
-		cmd.Stdout, cmd.Stderr = log, log
-		if s.process, err = start(cmd); err != nil {
-			return err
-		}
-		if err = s.answers(); err == nil {
+		if err = s.try(settings); err == nil {
 			return nil
 		}
 	}
 	return fmt.Errorf("%w; it said:\n%s", err, s.said())
 }
+
+func (s *Server) try(settings []string) error {
+	ports, err := testproc.FreePorts(1)
+	if err != nil {
+		return err
+	}
+	s.port = ports[0]
+	log, err := os.OpenFile(s.data+".log", os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o600)
+	if err != nil {
+		return err
+	}
+	defer log.Close()
+	cmd := s.cluster.command("postgres", append([]string{"-D", s.data, "-p", s.port, "-clisten_addresses=127.0.0.1",
+		"-cunix_socket_directories=", "-cmax_connections=200", "-cshared_buffers=64MB", "-cwal_keep_size=512MB",
+		"-clog_line_prefix=%m [%p] "}, settings...)...)
+	cmd.Stdout, cmd.Stderr = log, log
+	if s.process, err = testproc.Start(cmd, syscall.SIGQUIT); err != nil {
+		return err
+	}
+	return s.answers()
+}
+
+// stop ends the server.
+func (s *Server) stop() { s.process.Stop(syscall.SIGQUIT, 10*time.Second) }
 
 // answers waits until the server takes queries.
 func (s *Server) answers() error {
@@ -133,10 +142,10 @@ func (s *Server) answers() error {
 		}
 		select {
 		case <-tick:
-		case <-s.process.done:
+		case <-s.process.Done:
 			return errors.New("PostgreSQL ended")
 		case <-deadline:
-			s.process.kill()
+			kill(s.process)
 			return fmt.Errorf("PostgreSQL does not answer: %w", err)
 		}
 	}
@@ -149,7 +158,7 @@ func (s *Server) said() string {
 }
 
 // Port returns where the server listens on 127.0.0.1.
-func (s *Server) Port() int { return s.port }
+func (s *Server) Port() string { return s.port }
 
 // URL returns that of a database.
 func (s *Server) URL(database string) string { return urlOf(database, s) }
@@ -157,7 +166,7 @@ func (s *Server) URL(database string) string { return urlOf(database, s) }
 func urlOf(database string, servers ...*Server) string {
 	var hosts []string
 	for _, s := range servers {
-		hosts = append(hosts, fmt.Sprintf("127.0.0.1:%d", s.port))
+		hosts = append(hosts, "127.0.0.1:"+s.port)
 	}
 	return fmt.Sprintf("postgres://kiln:%s@%s/%s?sslmode=disable", password, strings.Join(hosts, ","), database)
 }
@@ -212,7 +221,7 @@ func ask(url, sql string) (text string, err error) {
 // Kill kills the server and its children with SIGKILL, and forgets the shared memory that they leave.
 func (s *Server) Kill() {
 	b, _ := os.ReadFile(filepath.Join(s.data, "postmaster.pid"))
-	s.process.kill()
+	kill(s.process)
 	if lines := bytes.Split(b, []byte("\n")); len(lines) > 6 { // the seventh: key and id of the segment
 		if f := bytes.Fields(lines[6]); len(f) == 2 {
 			id, _ := strconv.Atoi(string(f[1]))

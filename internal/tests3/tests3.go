@@ -27,6 +27,8 @@ import (
 
 	"github.com/minio/minio-go/v7"
 	"github.com/minio/minio-go/v7/pkg/credentials"
+
+	"github.com/kiln-registry/kiln-registry/internal/testproc"
 )
 
 // Server is a running S3 service: one or more endpoints over the same buckets. Any number of goroutines may use it.
@@ -240,7 +242,7 @@ func outside(list string, endpoints int) (*Server, error) {
 func (s *Server) listen(n int, run func(ports []string) (*process, error)) error {
 	var last error
 	for range 5 {
-		ports, err := freePorts(n)
+		ports, err := testproc.FreePorts(n)
 		if err != nil {
 			return err
 		}
@@ -254,7 +256,7 @@ func (s *Server) listen(n int, run func(ports []string) (*process, error)) error
 			s.endpoints = append(s.endpoints, endpoint)
 			return nil
 		}
-		if !p.ended() {
+		if !p.Ended() {
 			break
 		}
 	}
@@ -272,13 +274,13 @@ func (s *Server) await(p *process, endpoint string) error {
 	tick := time.NewTicker(20 * time.Millisecond)
 	defer tick.Stop()
 	for {
-		if _, err = c.ListBuckets(ctx); err == nil && !p.ended() {
+		if _, err = c.ListBuckets(ctx); err == nil && !p.Ended() {
 			return nil
 		}
 		select {
 		case <-tick.C:
-		case <-p.done:
-			return fmt.Errorf("%s ended before it answered: %w; it said:\n%s", p.name, p.err, p.logged(0))
+		case <-p.Done:
+			return fmt.Errorf("%s ended before it answered: %w; it said:\n%s", p.name, p.Err, p.logged(0))
 		case <-ctx.Done():
 			return fmt.Errorf("%s does not answer on %s: %w; it said:\n%s", p.name, endpoint, err, p.logged(0))
 		}
