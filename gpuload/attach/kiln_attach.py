@@ -649,17 +649,17 @@ class Attachment:
         total = sum("descriptor" in (p["ipc"] or {}) for s in shards for p in _places(s))
         asked = 0
         for s in shards:
-            options = []
-            for place in _places(s) if s["data_nbytes"] else []:
-                fd = None
-                if "descriptor" in place["ipc"]:
-                    if not self._lease.files:
-                        count = min(MAX_DESCRIPTORS, total - asked)
-                        self._lease.descriptors(asked, count, self._note)
-                        asked += count
-                    fd = self._lease.files.pop(0)
-                options.append((uuids[place["device"]], place["ipc"], fd))
+            options: list[tuple[str, dict, int | None]] = []
             try:
+                for place in _places(s) if s["data_nbytes"] else []:
+                    fd = None
+                    if "descriptor" in place["ipc"]:
+                        if not self._lease.files:
+                            count = min(MAX_DESCRIPTORS, total - asked)
+                            self._lease.descriptors(asked, count, self._note)
+                            asked += count
+                        fd = self._lease.files.pop(0)
+                    options.append((uuids[place["device"]], place["ipc"], fd))
                 self._memory.append(self._one(options, s["data_nbytes"], device, writable) if options else None)
             finally:
                 for _, _, fd in options:
@@ -829,7 +829,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         with attach(a.aggregate, a.socket, adapter=a.adapter, holder_uid=a.holder_uid) as held:
             if a.check:
-                print(f"ok: {held.check()} bytes of {len(held.document['shards'])} shards are {a.aggregate}")
+                n = len(held.document["shards"])
+                print(f"ok: {held.check()} bytes of {n} {'shard' if n == 1 else 'shards'} are {a.aggregate}")
                 return 0
             for t in held.document["tensors"]:
                 print(t["name"], t["dtype"], "x".join(map(str, t["shape"])) or "scalar", t["nbytes"], sep="\t")

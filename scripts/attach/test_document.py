@@ -202,6 +202,32 @@ class Lies(unittest.TestCase):
         self.refused(answer(b'{"error":"no","code":"C"}\n', []), r"^no \(C\)$", kiln_attach.Refused)
         self.refused(answer(b"half", self.files), "did not answer in time|closed", kiln_attach.AttachError, timeout=1)
 
+    def test_descriptors_between(self) -> None:
+        """One shard is in more places than descriptors come at a time, and those that are missing are refused."""
+        shard = next(s for s in self.document["shards"] if s["ipc"])
+        self.document["devices"] += [
+            {"index": i, "uuid": f"GPU-{i}", "pci": "", "backend": "cuda"} for i in range(1, kiln_attach.MAX_DESCRIPTORS + 2)
+        ]
+        first = shard["ipc"]["descriptor"]
+        self.document["shards"] = [shard]
+        self.document["tensors"] = []
+        ipc = {"kind": "vmm-fd", "allocation_bytes": 1 << 21, "offset": 0}
+        shard["replicas"] = [
+            {"device": d["index"], "ipc": {**ipc, "descriptor": first + d["index"]}} for d in self.document["devices"][1:]
+        ]
+        self.document["aggregate_sha256"] = kiln_attach.aggregate_of([shard])
+
+        def serve(c: socket.socket) -> None:
+            request(c)
+            c.sendall(UPGRADE + json.dumps(self.document).encode() + b"\n")
+            asked = line(c)
+            send_files(c, json.dumps(asked).encode() + b"\n", self.files[:1] * asked["descriptors"]["count"])
+            line(c)
+            c.sendall(b'{"error":"no more","code":"C"}\n')
+            line(c)
+
+        self.refused(serve, r"^no more \(C\)$", kiln_attach.Refused)
+
     def test_pieces(self) -> None:
         """Every byte by itself, an event first, and the descriptors before the line that they belong to."""
 
